@@ -1,0 +1,1 @@
+"""What every service shares. Knows no service, no model and no torch."""

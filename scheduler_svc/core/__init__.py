@@ -1,0 +1,1 @@
+"""The scheduler as a pure state machine: no sockets, no clock, no tasks."""

@@ -1,0 +1,1 @@
+"""DeepSeek's original checkpoint format: read, check, write."""

@@ -1,0 +1,1 @@
+"""The worker's slot machine: torch-free, no I/O."""

@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 forward, one box of the paper per file."""
