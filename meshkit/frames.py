@@ -163,7 +163,7 @@ class SchedulerStatus:
 
 
 class RowError(NamedTuple):
-    index: int
+    row_index: int
     code: str
     message: str
 

@@ -59,9 +59,7 @@ class RowWork:
     ids: tuple[int, ...]
     pages: Sequence[int]  # enough for start + len(ids) tokens
     write_from: int = 0
-    fresh_from: int = (
-        0  # window keys and states below this position do not exist (0, or start of an exact replay)
-    )
+    fresh_from: int = 0  # window keys and states below this position do not exist (0, or start of an exact replay)
     sample_last: int = 1  # sample at the last `sample_last` positions: 0 none, 1 usual, k for verify rows
     out_pos: int = 0  # output position of the first sampled token (random counter, min_tokens)
 
@@ -74,9 +72,7 @@ class StepWork:
     copies: tuple[CopyWork, ...] = ()
     tail_loads: tuple[TailWork, ...] = ()
     rows: tuple[RowWork, ...] = ()
-    saves: tuple[
-        TailWork, ...
-    ] = ()  # start < pos <= start + len of that slot's row: gathered inside the forward
+    saves: tuple[TailWork, ...] = ()  # start < pos <= start + len of that slot's row: gathered inside the forward
 
 
 @dataclass(frozen=True, slots=True)
