@@ -46,7 +46,7 @@ class Called:
 
 @dataclass(frozen=True, slots=True)
 class Replied:
-    """Our own Call ended: with a reply, or with None (outcome unknown: it ran zero or one times, or more if retried)."""
+    """Our own Call ended: with a reply, or with None (outcome unknown: zero or one times, or more if retried)."""
 
     call: int
     reply: SubmitReply | None
