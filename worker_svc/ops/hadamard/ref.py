@@ -1,0 +1,22 @@
+"""Hadamard transform of the last dimension, natural (Sylvester) order, scaled to be orthogonal.
+
+y = x H_n n^-0.5 with H[a, b] = (-1)^popcount(a & b). Computed as log2(n) butterflies of FP32 additions: the result of
+a row never depends on how many rows there are, and the order of additions is fixed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x [..., n], n a power of two -> same shape and dtype."""
+    n = x.shape[-1]
+    y = x.float()
+    half = 1
+    while half < n:
+        pairs = y.view(*x.shape[:-1], n // (2 * half), 2, half)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((low + high, low - high), -2).view(x.shape)
+        half *= 2
+    return torch.mul(y, n**-0.5).to(x.dtype)
