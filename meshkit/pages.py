@@ -1,0 +1,65 @@
+"""Names of KV pages: chained, keyed BLAKE2b-128 over token ids, so that equal names mean equal contents.
+
+A page's key covers every id before it (through its parent's key) and the namespace: tenant, salt, model revision and
+KV layout. Gateways compute the keys of prompts, the scheduler those of generated pages; both use this one function.
+No storage here: who holds which page is the scheduler's ledger.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshkit.types import PAGE_TOKENS
+
+KEY_BYTES = 16
+ROOT_KEY = b"\0" * KEY_BYTES
+"""Parent of a sequence's first page."""
+
+_PERSON = b"v4mesh page key"
+
+
+def _field(value: bytes) -> bytes:
+    """Length-prefixed, so that no two lists of fields share an encoding."""
+    return len(value).to_bytes(8, "little") + value
+
+
+def namespace_key(
+    tenant: str, cache_salt: str, model_revision: str, kv_layout_id: str, adapter: str = "", secret: bytes = b""
+) -> bytes:
+    """32 bytes that separate callers and models: pages of different namespaces never share a key.
+
+    `tenant` is the API key's, never the caller's word; `cache_salt` can only narrow it. With a `secret` (<= 64 bytes)
+    of the mesh, nobody outside it can compute keys offline.
+    """
+    digest = hashlib.blake2b(digest_size=32, key=secret, person=b"v4mesh namespace")
+    for text in (tenant, cache_salt, model_revision, kv_layout_id, adapter):
+        digest.update(_field(text.encode()))
+    return digest.digest()
+
+
+def next_page_key(parent_key: bytes, ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> bytes:
+    """Key of the page that follows `parent_key` (ROOT_KEY for the first) and holds exactly PAGE_TOKENS `ids`."""
+    if len(ids) != PAGE_TOKENS:
+        raise ValueError(f"ids: a page holds {PAGE_TOKENS} tokens, got {len(ids)}; only full pages have keys")
+    return _chain(parent_key, np.asarray(ids, "<i4").tobytes(), namespace)
+
+
+def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[bytes]:
+    """Keys of all full pages of a sequence, in order; a trailing partial page has none."""
+    column = np.asarray(ids, "<i4").tobytes()
+    stride = 4 * PAGE_TOKENS
+    keys: list[bytes] = []
+    parent = ROOT_KEY
+    for start in range(0, len(column) - stride + 1, stride):
+        parent = _chain(parent, column[start : start + stride], namespace)
+        keys.append(parent)
+    return keys
+
+
+def _chain(parent_key: bytes, column: bytes, namespace: bytes) -> bytes:
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
+    digest.update(_field(parent_key))
+    digest.update(_field(column))
+    return digest.digest()
