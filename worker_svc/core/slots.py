@@ -1,0 +1,228 @@
+"""The worker's slot machine: obeys one scheduler attachment and runs its step frames, one at a time and in order.
+
+Pure: `handle(event, now_ns) -> effects`. Stream handling, queueing, parking and error policy live here; what a frame
+does to the tables is in `plan` and `book`, the tables in `table`. Tensors belong to the executor behind `Run`.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from meshkit.core import Closed, Count, Opened, Received, Tick, WakeAt
+from meshkit.frames import Heartbeat, ResultFrame, StepFrame, WorkerHello
+from meshkit.types import PROTO_REV, ModelInfo
+from meshkit.uplink import MS, NEVER, Change, LinkTiming, Uplink
+from worker_svc.core.book import book
+from worker_svc.core.dump import dump_frames
+from worker_svc.core.effects import Ran, Refresh, RefreshFailed, Run
+from worker_svc.core.plan import Prepared, highest_gen, prepare, publish, touched_slots
+from worker_svc.core.table import FrameError, PoolConfig, Slot, SlotTable
+from worker_svc.core.work import StepOutcome
+
+Event = Opened | Received | Closed | Tick | Ran | RefreshFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotMachineConfig:
+    """Who the worker is, how large its pools are, and how long it waits. Times in nanoseconds."""
+
+    group: str
+    boot: int
+    build: str
+    model: ModelInfo
+    pools: PoolConfig
+    max_held: int = 4  # frames queued or running; a scheduler never has more in flight than its depth
+    park_ns: int = 30_000 * MS  # how long slots outlive the loss of their scheduler
+    timing: LinkTiming = field(default_factory=LinkTiming)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A frame taken from attachment `attach_id`, not run yet; `error` is set if it must not be run."""
+
+    attach_id: int
+    frame: StepFrame
+    error: FrameError | None = None
+
+
+class SlotMachine:
+    """See the module's docstring. The shell delivers one Tick at start, which makes the machine dial."""
+
+    def __init__(self, config: SlotMachineConfig, rng: Random) -> None:
+        self.config = config
+        self.table = SlotTable(config.pools, config.model)
+        self._link = Uplink(self._hello, self._heartbeat, rng, config.timing)
+        self._queue: deque[_Held] = deque()
+        self._running: tuple[_Held, Prepared] | None = None
+        self._expected_step = 1
+        self._dumped = False
+        self._lost_ns: int | None = None
+        self._step = 0
+        self._step_ns = 0
+        self._wish_ns = NEVER
+
+    @property
+    def attached(self) -> bool:
+        """True while a scheduler's attachment is in force."""
+        return self._link.attached
+
+    def handle(self, event: Event, now_ns: int) -> list[Any]:
+        """One event in, effects to carry out in order. Never raises on what a peer sent."""
+        out: list[Any] = []
+        match event:
+            case Opened(conn=conn):
+                self._link.opened(conn, now_ns, out)
+            case Closed(conn=conn):
+                self._attachment(self._link.closed(conn, now_ns), now_ns)
+            case Received(conn=conn, envelope=envelope):
+                change, frame = self._link.received(conn, envelope, now_ns, out)
+                self._attachment(change, now_ns)
+                if isinstance(frame, StepFrame):
+                    self._take(frame)
+                elif frame is not None:
+                    out.append(Count("unexpected_frame", fault=True))
+            case Ran(outcome=outcome, error=error):
+                self._ran(outcome, error, now_ns, out)
+            case RefreshFailed():
+                self._refresh_failed(event, now_ns, out)
+            case Tick():
+                self._wish_ns = NEVER
+        self._advance(now_ns, out)
+        return out
+
+    # ---- the attachment ---------------------------------------------------------------------------------------------
+
+    def _hello(self) -> WorkerHello:
+        config, pools = self.config, self.config.pools
+        return WorkerHello(
+            group=config.group,
+            boot=config.boot,
+            build=config.build,
+            proto_rev=PROTO_REV,
+            model=config.model,
+            ranks=pools.ranks,
+            slots=pools.slots,
+            pages=pools.pages,
+            tails=pools.tails,
+            max_gen=self.table.max_gen,
+            max_step_tokens=pools.max_step_tokens,
+            max_verify=pools.max_verify,
+        )
+
+    def _heartbeat(self, now_ns: int) -> Heartbeat:
+        if self._running is None:
+            return Heartbeat(self._step, 0)
+        return Heartbeat(self._step, max(0, now_ns - self._step_ns) // MS)
+
+    def _attachment(self, change: Change, now_ns: int) -> None:
+        if change is Change.ATTACHED:
+            self._expected_step = 1
+            self._dumped = False
+        elif change is Change.LOST and self._lost_ns is None:
+            self._lost_ns = now_ns
+
+    def _take(self, frame: StepFrame) -> None:
+        """Queue a frame. One that breaks the protocol is queued with its error, so that earlier ones still run."""
+        attach_id = self._link.attach_id
+        held = [entry for entry in self._queue if entry.attach_id == attach_id]
+        if held and held[-1].error is not None:
+            return
+        error: FrameError | None = None
+        if not self._dumped:
+            error = FrameError("early_frame", "a step frame came before the dump was sent")
+        elif frame.step != self._expected_step:
+            error = FrameError("frame_step", f"step is {frame.step}; expected {self._expected_step}")
+        elif len(held) + (self._running is not None) >= self.config.max_held:
+            error = FrameError("too_many_frames", f"{self.config.max_held} frames are held; wait for a result")
+        self._expected_step += 1
+        self.table.max_gen = max(self.table.max_gen, highest_gen(frame))
+        self._queue.append(_Held(attach_id, frame, error))
+
+    # ---- frames -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, now_ns: int, out: list[Any]) -> None:
+        """Start what can start, dump when asked and idle, keep the link alive, free slots parked too long."""
+        while self._running is None and self._queue:
+            self._begin(self._queue.popleft(), now_ns, out)
+        self._attachment(self._link.poll(now_ns, out), now_ns)
+        if self._running is None and not self._queue:
+            if self._link.attached and not self._dumped:
+                self._dumped, self._lost_ns = True, None
+                for chunk in dump_frames(self.table):
+                    self._link.send(chunk, out)
+            elif not self._link.attached and self._lost_ns is not None:
+                self._expire(self._lost_ns, now_ns, out)
+        wish = self._link.next_wake_ns()
+        if self._lost_ns is not None and self._running is None and not self._link.attached:
+            wish = min(wish, self._lost_ns + self.config.park_ns)
+        if wish != self._wish_ns:
+            self._wish_ns = wish
+            out.append(WakeAt(wish))
+
+    def _begin(self, held: _Held, now_ns: int, out: list[Any]) -> None:
+        try:
+            if held.error is not None:
+                raise held.error
+            prepared = prepare(self.table, held.frame)
+        except FrameError as error:
+            self._fail(held, error, now_ns, out)
+            return
+        self._step, self._step_ns = held.frame.step, now_ns
+        self._running = (held, prepared)
+        if prepared.is_empty:
+            self._ran(StepOutcome(t_start_ns=now_ns, t_end_ns=now_ns), "", now_ns, out)
+        else:
+            out.append(Run(prepared.work))
+
+    def _ran(self, outcome: StepOutcome | None, error: str, now_ns: int, out: list[Any]) -> None:
+        if self._running is None:
+            out.append(Count("unexpected_ran", fault=True))
+            return
+        (held, prepared), self._running = self._running, None
+        try:
+            if outcome is None:
+                raise FrameError("executor", error or "the step failed", fault=False)
+            booked = book(prepared, outcome, self.config.model.vocab_size)
+            if booked.refreshes:
+                out.append(Refresh(booked.refreshes))
+            publish(self.table, held.frame)
+        except FrameError as failure:
+            self._fail(held, failure, now_ns, out)
+            return
+        if held.attach_id == self._link.attach_id:
+            self._link.send(booked.result, out)
+        else:
+            out.append(Count("result_without_scheduler"))
+
+    def _fail(self, held: _Held, error: FrameError, now_ns: int, out: list[Any]) -> None:
+        """The step did not happen: drop the slots it had its hands on, run nothing further, start over by dump."""
+        out.append(Count(f"frame_error_{error.code}", fault=error.fault))
+        for number in touched_slots(held.frame):
+            if number in self.table.slots:
+                self._drop_slot(self.table.slots[number], out)
+        self._queue = deque(entry for entry in self._queue if entry.attach_id != held.attach_id)
+        if held.attach_id == self._link.attach_id:
+            self._link.send(ResultFrame(step=held.frame.step, error=str(error)[:500]), out)
+            self._attachment(self._link.drop(str(error)[:200], now_ns, out), now_ns)
+
+    def _refresh_failed(self, event: RefreshFailed, now_ns: int, out: list[Any]) -> None:
+        out.append(Count("refresh_failed"))
+        for save in event.saves:
+            slot = self.table.slots.get(save.slot)
+            if slot is not None and slot.spare == save.tail:
+                slot.spare_pos = 0
+            if self.table.tails.pop(save.tail, None) is not None:
+                out.append(Count("tail_lost"))
+        self._attachment(self._link.drop(event.error[:200], now_ns, out), now_ns)
+
+    def _expire(self, lost_ns: int, now_ns: int, out: list[Any]) -> None:
+        if now_ns < lost_ns + self.config.park_ns:
+            return
+        self._lost_ns = None
+        for slot in list(self.table.slots.values()):
+            self._drop_slot(slot, out)
+
+    def _drop_slot(self, slot: Slot, out: list[Any]) -> None:
+        self.table.drop(slot)
+        out.append(Count("slots_dropped"))
