@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from worker_svc.checkpoint.errors import ConfigError, UnsupportedModelError
+from worker_svc.checkpoint.errors import ConfigError, UnreadableError, UnsupportedModelError
 
 MAX_CONFIG_BYTES = 1 << 20
 RATIOS = (0, 4, 128)
@@ -173,23 +173,24 @@ class V4Config:
         try:
             size = path.stat().st_size
             if size > MAX_CONFIG_BYTES:
-                raise ConfigError(str(path), "size", size, f"over {MAX_CONFIG_BYTES} bytes; not a config")
+                raise ConfigError(str(path), "", None, f"{size} bytes are not a config")
             content = json.loads(path.read_bytes())
         except FileNotFoundError:
             held = _listing(Path(folder))
-            raise ConfigError(str(path), "file", None, f"not found; the folder holds: {held}") from None
+            raise ConfigError(str(path), "", None, f"not found; the folder holds: {held}") from None
         except OSError as error:
-            raise ConfigError(str(path), "file", None, f"cannot be read: {error.strerror}") from None
+            raise UnreadableError(path, error) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(str(path), "JSON", None, f"not valid JSON: {error}") from None
+            raise ConfigError(str(path), "", None, f"not valid JSON: {error}") from None
         return V4Config.from_dict(content, source=str(path))
 
     @staticmethod
     def from_dict(content: object, *, source: str = "config.json") -> V4Config:
         """Check a parsed config.json; `source` is the file named in errors."""
         if not isinstance(content, dict):
-            raise ConfigError(source, "content", type(content).__name__, "a JSON object is required")
+            raise ConfigError(source, "", None, "a JSON object is required")
         _refuse_other_models(content, source)
+        _check_quantization(content.get("quantization_config"), source)
         values = _Reader(_with_original_names(content), source).read()
         _check_relations(values, source)
         return values
@@ -236,6 +237,19 @@ def _refuse_other_models(content: Mapping[str, Any], source: str) -> None:
         )
     if "model_type" in content and model_type != "deepseek_v4":
         raise UnsupportedModelError(source, "model_type", model_type, "only deepseek_v4 is supported")
+
+
+def _check_quantization(value: object, source: str) -> None:
+    """The weight format must be DeepSeek's own: FP8 in 128x128 blocks with E8M0 scales (experts perhaps FP4)."""
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise ConfigError(source, "quantization_config", value, "an object is required")
+    for key, expected in (("quant_method", "fp8"), ("fmt", "e4m3"), ("weight_block_size", list(_WEIGHT_BLOCK))):
+        found = value.get(key, expected)
+        if found != expected:
+            remedy = f"only {expected!r} is supported; use DeepSeek's original checkpoint"
+            raise ConfigError(source, f"quantization_config.{key}", found, remedy)
 
 
 def _with_original_names(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What can be wrong with a model folder: one error tree, exit code 6 (MODEL_DIR).
 
 CheckpointError
+├── UnreadableError    a file is there but cannot be read (code PERM)
 ├── ConfigError        config.json: a key is missing, of the wrong type, out of range, or contradicts another
-│   └── UnsupportedModelError   a model of another architecture (V4.1, DSpark drafter, not DeepSeek-V4 at all)
+│   └── UnsupportedModelError   a model of another architecture (V4.1, DSpark drafter, not V4 at all)
 ├── FileFormatError    a safetensors file or its index is damaged, truncated or hostile
 ├── TensorError        tensors missing, unexpected, of the wrong shape or dtype, or holding impossible values
 └── NumericsError      a --quantization or --kv-cache-dtype name that this checkpoint cannot honour
@@ -12,6 +13,9 @@ Every message names the file, the key or tensor, the value found and what to do.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 
 class CheckpointError(Exception):
     """A model folder that cannot be served. `code` and `exit_code` are the command line's names for it."""
@@ -20,11 +24,21 @@ class CheckpointError(Exception):
     exit_code = 6
 
 
+class UnreadableError(CheckpointError):
+    """The file is there, but this process may not or cannot read it."""
+
+    code = "PERM"
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"cannot read {path}: {_access(path, error)}")
+
+
 class ConfigError(CheckpointError):
     """config.json says something that cannot be."""
 
     def __init__(self, file: str, key: str, value: object, remedy: str) -> None:
-        super().__init__(f"{file}: {key} = {_short(value)}: {remedy}")
+        subject = f"{key} = {_short(value)}: " if key else ""  # no key: the file as a whole
+        super().__init__(f"{file}: {subject}{remedy}")
         self.file, self.key, self.value, self.remedy = file, key, value, remedy
 
 
@@ -68,3 +82,15 @@ class NumericsError(CheckpointError):
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _access(path: Path, error: OSError) -> str:
+    """Why, and what to do: for a permission problem whose file it is and who we are."""
+    if not isinstance(error, PermissionError):
+        return error.strerror or type(error).__name__
+    try:
+        status = path.stat()
+    except OSError:
+        return f"{error.strerror}; give uid {os.getuid()} access to the folder"
+    mode = status.st_mode & 0o7777
+    return f"owner {status.st_uid} mode {mode:04o}, we are uid {os.getuid()}; chmod a+r or run as its owner"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from worker_svc.checkpoint.errors import FileFormatError
+from worker_svc.checkpoint.errors import FileFormatError, UnreadableError
 
 MAX_HEADER_BYTES = 32 << 20
 SINGLE_NAME = "model.safetensors"
@@ -66,7 +66,7 @@ class SafetensorsFile:
                 # Copy-on-write: torch asks for a writable buffer, the file itself stays untouched.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
-            raise FileFormatError(str(path), f"cannot be read: {error.strerror}") from None
+            raise UnreadableError(path, error) from None
         self.entries = _read_header(str(path), self._map, size)
 
     def tensor(self, name: str) -> torch.Tensor:
