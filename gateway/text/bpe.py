@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Final
 
 _SHORT: Final = 24
@@ -45,7 +46,7 @@ class BytePairMerger:
         """Merge in place: keep the rank of every adjacent pair, take the leftmost lowest until none is left."""
         rank_of = self._rank.get
         none = self._no_rank
-        ranks = [rank_of(a << _PAIR_BITS | b, none) for a, b in zip(symbols, symbols[1:])]
+        ranks = [rank_of(a << _PAIR_BITS | b, none) for a, b in pairwise(symbols)]
         while ranks:
             best = min(ranks)
             if best == none:
@@ -69,7 +70,7 @@ class BytePairMerger:
         size = len(symbols)
         rank_of = self._rank.get
         buckets: dict[int, list[int]] = {}
-        for at, (a, b) in enumerate(zip(symbols, symbols[1:])):
+        for at, (a, b) in enumerate(pairwise(symbols)):
             rank = rank_of(a << _PAIR_BITS | b)
             if rank is not None:
                 buckets.setdefault(rank, []).append(at)

@@ -48,9 +48,7 @@ def _char_class(ranges: str) -> str:
 
 
 _NEWER: Final = regex.compile(_char_class(_AFTER_UNICODE_16))
-_NEWER_THAN_DIGITS: Final = regex.compile(
-    f"(?!{_char_class(_UNICODE_17_DIGITS)}){_char_class(_AFTER_UNICODE_16)}"
-)
+_NEWER_THAN_DIGITS: Final = regex.compile(f"(?!{_char_class(_UNICODE_17_DIGITS)}){_char_class(_AFTER_UNICODE_16)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -306,9 +306,7 @@ def _added_token(entry: Mapping[str, Any]) -> AddedToken:
     for flag in ("lstrip", "rstrip", "single_word"):
         if entry.get(flag):
             raise TokenizerFileError(f"tokenizer.json: added token {entry.get('content')!r}: {flag} is not supported")
-    token = AddedToken(
-        entry["id"], entry["content"], bool(entry.get("special")), bool(entry.get("normalized", True))
-    )
+    token = AddedToken(entry["id"], entry["content"], bool(entry.get("special")), bool(entry.get("normalized", True)))
     if not token.content:
         raise TokenizerFileError(f"tokenizer.json: added token {token.id} is empty")
     return token
