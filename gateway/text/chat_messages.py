@@ -229,7 +229,7 @@ def _thinking_type(value: object) -> bool | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise ChatError(f"thinking.type is {kind!r}; accepted: enabled, disabled, adaptive", "thinking")
-    return kind != "disabled"
+    return bool(kind != "disabled")
 
 
 def _switch(values: Mapping[str, Any], names: Sequence[str], where: str) -> bool | None:
@@ -238,4 +238,4 @@ def _switch(values: Mapping[str, Any], names: Sequence[str], where: str) -> bool
     for value in given:
         if not isinstance(value, bool):
             raise ChatError(f"{where}: {' and '.join(names)} must be true or false, not {value!r}", where)
-    return False not in given if given else None
+    return all(value is True for value in given) if given else None

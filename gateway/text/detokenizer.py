@@ -39,6 +39,10 @@ class IncrementalDetokenizer:
         """Bytes of an unfinished scalar value, at most three."""
         return self._decoder.getstate()[0]
 
+    def cut(self) -> str:
+        """End of a part inside the sequence: an unfinished character is invalid now, so it is U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
     def finish(self) -> str:
         """End of the sequence: the unfinished tail is dropped, so this is always empty."""
         self._decoder.reset()

@@ -140,11 +140,14 @@ class OutputParser:
             self._content_text(text)
 
     def _end_reasoning(self) -> None:
-        """`</think>`: newlines before it and after it belong to the markup, and so does an unfinished character."""
+        """`</think>`: newlines before and after it belong to the markup."""
+        broken = self._detokenizer.cut()
+        if broken:
+            self._length += len(broken)
+            self._reasoning_text(broken)
         self._kind = "content"
         self._trimming = True
         self._newlines = ""
-        self._detokenizer.finish()
         self._waiting.clear()
         self._length = self._released = 0
 
