@@ -67,6 +67,12 @@ def env(name: str, default: str = "") -> str:
     return os.environ.get(name) or default
 
 
+def default_environment(values: Mapping[str, str]) -> None:
+    """Variables that libraries read from the environment, unless the operator has set them."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def parse_size(text: str) -> int:
     """`64GB` = 64e9, `64GiB` = 64 * 2**30, `25.6k` = 25,600, `32K` = 32,768, `1M` = 2**20, `1m` = 10**6.
 
