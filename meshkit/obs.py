@@ -1,0 +1,220 @@
+"""Logs, metrics and traces of a service, set up in one call each.
+
+Logs: one line of time, service, rank, message and key=value, or one JSON object; the keys come from an allow-list, so
+that text of users cannot slip in. Metrics: a Prometheus registry whose labels come from closed sets. Traces: spans with
+given timestamps, recorded after the fact, one set per request and none per token; on only when
+OTEL_EXPORTER_OTLP_ENDPOINT is set, and no OpenTelemetry module is loaded otherwise.
+"""
+
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, TextIO
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import generate_latest
+
+from meshkit.config import env
+from meshkit.interceptors import request_id
+
+LogFormat = Literal["text", "json"]
+
+_KEYS: Final = """
+address attach boot build bytes code conn count depth file gib group host kind layers model name pages pid phase port
+rank reason request requests rows seconds slots state status step tails threads tokens total trace_id verdict workers
+"""
+LOG_KEYS: Final = frozenset(_KEYS.split())
+MAX_LABEL_VALUES: Final = 200
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # one more series per series, which no dashboard reads
+
+
+# ---- logs -----------------------------------------------------------------------------------------------------------
+
+
+def setup_logging(
+    service: str, *, rank: int = 0, fmt: LogFormat = "text", level: str = "info", stream: TextIO | None = None
+) -> None:
+    """Send all log records of this process to `stream` (stderr)."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(_JsonFormatter(service, rank) if fmt == "json" else _TextFormatter(service, rank))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+
+
+def kv(**pairs: object) -> dict[str, dict[str, object]]:
+    """`log.info("attached", extra=kv(group="w0", slots=16))`. A key outside LOG_KEYS is our own mistake."""
+    assert pairs.keys() <= LOG_KEYS, f"not in LOG_KEYS: {sorted(pairs.keys() - LOG_KEYS)}"
+    return {"kv": pairs}
+
+
+def _pairs(record: logging.LogRecord) -> dict[str, object]:
+    pairs = dict(getattr(record, "kv", {}))
+    if request_id.get():
+        pairs.setdefault("request", request_id.get())
+    return pairs
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str, rank: int) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+        self._who = f"{service}.{rank}" if rank else service
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
+        level = "" if record.levelno == logging.INFO else f" {record.levelname}"
+        pairs = "".join(f" {key}={value}" for key, value in _pairs(record).items())
+        return f"{clock} {self._who}{level} {record.getMessage()}{pairs}{_traceback(self, record)}"
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str, rank: int) -> None:
+        super().__init__()
+        self._fixed = {"service": service, "rank": rank}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {"time": round(record.created, 3), "level": record.levelname.lower(), **self._fixed}
+        line["message"] = record.getMessage() + _traceback(self, record)
+        return json.dumps(line | _pairs(record), default=str, ensure_ascii=False)
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return "\n" + formatter.formatException(record.exc_info) if record.exc_info else ""
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+class Family:
+    """One metric with labels from closed sets: a value outside its set is counted as `other`."""
+
+    def __init__(self, metric: Any, allowed: Mapping[str, Iterable[str]]) -> None:
+        self._metric = metric  # Any: Counter, Gauge and Histogram share no public base class
+        self._allowed = {name: frozenset(values) for name, values in allowed.items()}
+        self._children: dict[tuple[str, ...], Any] = {}
+        for name, values in self._allowed.items():
+            assert len(values) <= MAX_LABEL_VALUES, f"label {name} has {len(values)} values"
+
+    def _child(self, labels: Mapping[str, str]) -> Any:
+        key = tuple(labels[name] if labels[name] in values else "other" for name, values in self._allowed.items())
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._metric.labels(*key) if key else self._metric
+        return child
+
+    def add(self, amount: float = 1, **labels: str) -> None:
+        """Counters and gauges."""
+        self._child(labels).inc(amount)
+
+    def put(self, value: float, **labels: str) -> None:
+        """Gauges."""
+        self._child(labels).set(value)
+
+    def observe(self, value: float, **labels: str) -> None:
+        """Histograms."""
+        self._child(labels).observe(value)
+
+
+class Metrics:
+    """A registry of one process. Names may hold `:` (the dashboards' vllm: and sglang: families)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def counter(self, name: str, text: str, **labels: Iterable[str]) -> Family:
+        return Family(Counter(name, text, tuple(labels), registry=self.registry), labels)
+
+    def gauge(self, name: str, text: str, **labels: Iterable[str]) -> Family:
+        return Family(Gauge(name, text, tuple(labels), registry=self.registry), labels)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Family:
+        return Family(Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+
+    def render(self) -> bytes:
+        """Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+# ---- traces ---------------------------------------------------------------------------------------------------------
+
+
+class Tracing:
+    """Spans of requests. Made by `start_tracing`; without an exporter every call is a comparison and nothing more."""
+
+    def __init__(self, tracer: Any = None, provider: Any = None) -> None:
+        self._tracer = tracer  # Any: opentelemetry is imported only when tracing is on
+        self._provider = provider
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    @property
+    def enabled(self) -> bool:
+        return self._tracer is not None
+
+    def record(
+        self,
+        name: str,
+        traceparent: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        """One finished span under `traceparent`, times of the monotonic clock. Unsampled parents record nothing."""
+        if self._tracer is None or not is_sampled(traceparent):
+            return
+        span = self._tracer.start_span(
+            name, _context_of(traceparent), attributes=dict(attributes or {}), start_time=start_ns + self._epoch_ns
+        )
+        span.end(end_ns + self._epoch_ns)
+
+    def shutdown(self) -> None:
+        """Send what is buffered."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def start_tracing(service: str, *, exporter: Any = None) -> Tracing:
+    """Tracing on if OTEL_EXPORTER_OTLP_ENDPOINT is set (or an exporter is given), off and free of cost otherwise."""
+    if exporter is None and not env("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        return Tracing()
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if exporter is None:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        exporter = OTLPSpanExporter()
+    provider = TracerProvider(resource=Resource.create({"service.name": f"v4mesh-{service}"}))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracing(provider.get_tracer("v4mesh"), provider)
+
+
+def is_sampled(traceparent: str) -> bool:
+    """True for a well-formed W3C traceparent whose sampled flag is set."""
+    parts = traceparent.split("-")
+    if len(parts) != 4 or [len(part) for part in parts] != [2, 32, 16, 2]:
+        return False
+    try:
+        return bool(int(parts[3], 16) & 1) and int(parts[1], 16) > 0 and int(parts[2], 16) > 0
+    except ValueError:
+        return False
+
+
+def new_traceparent(parent: str = "", *, sampled: bool = True) -> str:
+    """A child of `parent` (same trace, same flag), or a new trace."""
+    parts = parent.split("-")
+    if len(parts) == 4 and len(parts[1]) == 32:
+        return f"00-{parts[1]}-{secrets.token_hex(8)}-{parts[3]}"
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if sampled else '00'}"
+
+
+def _context_of(traceparent: str) -> Any:
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+    _, trace_id, span_id, flags = traceparent.split("-")
+    context = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+    return set_span_in_context(NonRecordingSpan(context))
