@@ -25,6 +25,11 @@ class RowFormat:
     decode: Callable[[Planes], Tensor]
     exact: bool = False
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory of one row over all planes."""
+        return sum(plane.nbytes for plane in self.encode(torch.zeros(1, self.width)))
+
 
 def fp32_rows(width: int) -> RowFormat:
     """FP32, 4 bytes a value."""
@@ -76,11 +81,6 @@ class RowStore:
         self.format, self.num_rows = row_format, num_rows
         sample = row_format.encode(torch.zeros(1, row_format.width))
         self.planes: Planes = tuple(torch.zeros(num_rows, *plane.shape[1:], dtype=plane.dtype) for plane in sample)
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Memory of one row over all planes."""
-        return sum(plane[0].nbytes for plane in self.planes) if self.num_rows else 0
 
     def write(self, index: Tensor, rows: Tensor) -> None:
         """Rows FP32 [n, width] into places index [n]."""

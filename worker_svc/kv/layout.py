@@ -25,6 +25,7 @@ from worker_svc.kv.formats import (
 C4_CARRY = 4
 """States that cross a page boundary in a C4 layer: the previous group, whose a halves the next entry uses."""
 _RING_STEP = 64
+_FLOAT_BYTES = 4
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -78,6 +79,32 @@ class KvLayout:
         if name == "none":
             return fp32_rows(width)
         return fp4_index_rows(width) if name == "fp4" else fp8_index_rows(width)
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Memory of one page over all layers."""
+        main, index = self.kv_format().bytes_per_row, self.index_format().bytes_per_row
+        rows = [(PAGE_TOKENS // ratio, main + (index if ratio == 4 else 0)) for ratio in self.ratios if ratio]
+        return sum(count * size for count, size in rows)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one running sequence beside its pages: rings, states and the boundary mark."""
+        rings = len(self.ratios) * self.window_ring * self.kv_format().bytes_per_row
+        states = sum(self.state_ring(ratio) * self.state_width(ratio) for ratio in self.ratios if ratio)
+        return rings + _FLOAT_BYTES * (states + self._carry_floats)
+
+    @property
+    def bytes_per_tail(self) -> int:
+        """Memory of one tail."""
+        rows = len(self.ratios) * self.window * self.kv_format().bytes_per_row
+        return rows + _FLOAT_BYTES * self._carry_floats
+
+    @property
+    def _carry_floats(self) -> int:
+        """C4 states of all layers and the streams: what a boundary mark or tail keeps in FP32."""
+        carried = sum(C4_CARRY * self.state_width(ratio) for ratio in self.ratios if ratio == 4)
+        return carried + self.config.hc_mult * self.config.hidden_size
 
     @property
     def layout_id(self) -> str:

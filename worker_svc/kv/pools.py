@@ -100,32 +100,6 @@ class KvPools:
                 layer.carries[tail] = layer.carries[self.tails + slot]
         self.streams[tail] = self.streams[self.tails + slot]
 
-    # Sizes
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Memory that one page takes over all layers."""
-        return sum(layer.rows_per_page * store.bytes_per_row for layer in self.layers for store in layer.page_stores())
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Memory that one running sequence takes beside its pages."""
-        total = self.streams[0].nbytes
-        for layer in self.layers:
-            total += self.layout.window_ring * layer.window.bytes_per_row
-            total += layer.state_ring * layer.states[0].nbytes if layer.states is not None else 0
-            total += layer.carries[0].nbytes if layer.carries is not None else 0
-        return total
-
-    @property
-    def bytes_per_tail(self) -> int:
-        """Memory that one tail takes."""
-        total = self.streams[0].nbytes
-        for layer in self.layers:
-            total += self.layout.window * layer.window.bytes_per_row
-            total += layer.carries[0].nbytes if layer.carries is not None else 0
-        return total
-
     def poison(self) -> None:
         """NaN everywhere, so that a read of anything unwritten shows in the logits. For tests."""
         for layer in self.layers:

@@ -1,0 +1,192 @@
+"""The device side of a worker on a CPU: runs one `StepWork` after the other over model, KV pools and sampler.
+
+Knows slot, page and tail numbers, never requests; holds per slot what the sampler needs. Calls come one at a time,
+from one thread. In deterministic mode it computes on one thread, so that a row's bits do not depend on the number of
+cores either.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshkit.types import PAGE_TOKENS, ModelInfo
+from meshkit.vocab import unsampleable_ids
+from worker_svc.checkpoint.loader import Checkpoint, load_checkpoint
+from worker_svc.checkpoint.quant_choice import Numerics
+from worker_svc.core.work import RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
+from worker_svc.kv.layout import KvLayout
+from worker_svc.kv.pools import KvPools
+from worker_svc.model.mtp import DraftLayer
+from worker_svc.model.step import ForwardInputs, Row
+from worker_svc.model.transformer import V4Transformer
+from worker_svc.model.weights import ModelBuilder
+from worker_svc.sampling import RowSampling, RowState, SamplerState, VocabRules, sample
+
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total): stages `read` (bytes) and `build` (layers)."""
+
+log = logging.getLogger(__name__)
+
+
+class CpuExecutor:
+    """Implements `worker_svc.core.work.Executor`. Build with `load`."""
+
+    def __init__(
+        self, *, model: V4Transformer, draft: DraftLayer | None, pools: KvPools, info: ModelInfo, rules: VocabRules
+    ) -> None:
+        self.model, self.draft, self.pools, self.info, self.rules = model, draft, pools, info, rules
+        self._samplers: dict[int, SamplerState] = {}
+        self.sampling_faults = 0  # rows whose logits held NaN or allowed nothing: they ended with EOS
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        name: str | None = None,
+        numerics: Numerics | None = None,
+        deterministic: bool = False,
+        slots: int,
+        pages: int,
+        tails: int,
+        max_verify: int = 8,
+        progress: Progress | None = None,
+    ) -> "CpuExecutor":
+        """Read a checkpoint folder and allocate the pools. Raises CheckpointError or ModelDirError.
+
+        `tails` counts spares too; `max_verify` is 1 + drafts of the longest verify row.
+        """
+        assert slots > 0 and pages > 0 and tails >= 0 and max_verify > 0, (slots, pages, tails, max_verify)
+        folder = Path(folder)
+        stage = _staged(progress)
+        checkpoint = load_checkpoint(folder, progress=stage("read"))
+        config = checkpoint.config
+        layout = KvLayout(config=config, numerics=numerics or Numerics(), max_verify=max_verify)
+        max_context = min(config.max_position_embeddings, pages * PAGE_TOKENS)
+        with torch.inference_mode():
+            pools = KvPools(layout, slots=slots, pages=pages, tails=tails)
+            builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic)
+            model = builder.transformer(pools, stage("build"))
+            draft = builder.draft_layer(model)
+        info = ModelInfo(
+            name=name or folder.resolve().name,
+            revision=_revision(folder),
+            vocab_size=config.vocab_size,
+            max_context=max_context,
+            eos_ids=(config.eos_token_id,),
+            kv_layout_id=layout.layout_id,
+        )
+        return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=_rules(folder, checkpoint))
+
+    @torch.inference_mode()
+    def run(self, work: StepWork) -> StepOutcome:
+        """Run one step, in the order of `StepWork`. An exception means that the step did not happen."""
+        started = time.monotonic_ns()
+        self._limit_threads()
+        for init in work.inits:
+            self._samplers[init.slot] = self._sampler(init)
+        for copy in work.copies:
+            self.pools.copy_slot(copy.src, copy.dst)
+            if copy.src_page >= 0:
+                self.pools.copy_page(copy.src_page, copy.dst_page)
+        for load in work.tail_loads:
+            self.pools.load_tail(load.slot, load.pos, load.tail)
+        rows = self._forward(work) if work.rows else ()
+        return StepOutcome(rows=rows, t_start_ns=started, t_end_ns=time.monotonic_ns())
+
+    @torch.inference_mode()
+    def refresh(self, saves: Sequence[TailWork]) -> None:
+        """Save tails from the rings after sampling; each slot must have crossed its `pos` last."""
+        for save in saves:
+            self.pools.refresh_tail(save.slot, save.pos, save.tail)
+
+    def _forward(self, work: StepWork) -> tuple[RowOutcome, ...]:
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for save in work.saves:
+            saves.setdefault(save.slot, []).append((save.pos, save.tail))
+        ids = torch.tensor([token for row in work.rows for token in row.ids], dtype=torch.int64)
+        rows = tuple(_model_row(row, tuple(saves.get(row.slot, ()))) for row in work.rows)
+        logits = self.model.forward(ForwardInputs(ids, rows))
+        outcomes, first = [], 0
+        for row in work.rows:
+            outcomes.append(self._sample(row, logits[first : first + row.sample_last]))
+            first += row.sample_last
+        return tuple(outcomes)
+
+    def _sample(self, row: RowWork, logits: Tensor) -> RowOutcome:
+        """Tokens of one row: a draft is accepted iff it equals the token sampled before it, and the first that
+        does not ends the row."""
+        if not row.sample_last:
+            return RowOutcome(())
+        state = self._samplers[row.slot]
+        drafts = row.ids[len(row.ids) - row.sample_last + 1 :]
+        tokens, logprobs = [], []
+        for place in range(row.sample_last):
+            (drawn,) = sample(logits[place : place + 1], [RowState(state=state, position=row.out_pos + place)])
+            state.accept((drawn.token,))
+            tokens.append(drawn.token)
+            if drawn.logprobs is not None:
+                logprobs.append(drawn.logprobs)
+            if drawn.fault is not None:
+                self.sampling_faults += 1
+                log.error("slot %d at output %d: %s; the row ends", row.slot, row.out_pos + place, drawn.fault)
+            if place < len(drafts) and drafts[place] != drawn.token:
+                break
+        return RowOutcome(tuple(tokens), tuple(logprobs))
+
+    def _sampler(self, init: SlotInit) -> SamplerState:
+        sampling = RowSampling(params=init.params, seed=init.seed, choice=init.choice, rules=self.rules)
+        return SamplerState(sampling, prompt=init.prompt, emitted=init.emitted)
+
+    def _limit_threads(self) -> None:
+        if self.model.deterministic and torch.get_num_threads() != 1:
+            torch.set_num_threads(1)
+
+
+def _model_row(row: RowWork, saves: tuple[tuple[int, int], ...]) -> Row:
+    for pos, tail in saves:
+        if row.fresh_from and pos < row.write_from:
+            raise ValueError(
+                f"tail {tail} of slot {row.slot} at {pos}: a replay is exact only from {row.write_from} on"
+            )
+    return Row(
+        slot=row.slot,
+        start=row.start,
+        length=len(row.ids),
+        pages=row.pages,
+        write_from=row.write_from,
+        fresh_from=row.fresh_from,
+        num_samples=row.sample_last,
+        saves=saves,
+    )
+
+
+def _rules(folder: Path, checkpoint: Checkpoint) -> VocabRules:
+    """Ids that are no token are never sampled; a folder without a tokenizer (generated weights) masks none."""
+    vocab = checkpoint.config.vocab_size
+    masked = unsampleable_ids(folder, vocab) if (folder / "tokenizer.json").exists() else []
+    return VocabRules(vocab_size=vocab, eos_ids=(checkpoint.config.eos_token_id,), masked_ids=tuple(masked))
+
+
+def _revision(folder: Path) -> str:
+    """Digest of the config's bytes and of the weight files' names and sizes."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def _staged(progress: Progress | None) -> Callable[[str], Callable[[int, int], None] | None]:
+    """Bind a stage name to the progress callback."""
+
+    def bind(stage: str) -> Callable[[int, int], None] | None:
+        if progress is None:
+            return None
+        report = progress
+        return lambda done, total: report(stage, done, total)
+
+    return bind
