@@ -1,12 +1,12 @@
-"""What can be wrong with a model folder: one error tree, exit code 6 (MODEL_DIR).
+"""What can be wrong with a model folder: the worker's branch of the mesh's error tree.
 
-CheckpointError
+CheckpointError         a ModelDirError: MODEL_DIR, exit status 6
 ├── UnreadableError    a file is there but cannot be read (code PERM)
 ├── ConfigError        config.json: a key is missing, of the wrong type, out of range, or contradicts another
 │   └── UnsupportedModelError   a model of another architecture (V4.1, DSpark drafter, not V4 at all)
 ├── FileFormatError    a safetensors file or its index is damaged, truncated or hostile
 ├── TensorError        tensors missing, unexpected, of the wrong shape or dtype, or holding impossible values
-└── NumericsError      a --quantization or --kv-cache-dtype name that this checkpoint cannot honour
+└── NumericsError      a --quantization or --kv-cache-dtype name that this checkpoint cannot honour (KEY, 3)
 
 Every message names the file, the key or tensor, the value found and what to do.
 """
@@ -16,12 +16,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from meshkit.errors import ModelDirError
 
-class CheckpointError(Exception):
-    """A model folder that cannot be served. `code` and `exit_code` are the command line's names for it."""
 
-    code = "MODEL_DIR"
-    exit_code = 6
+class CheckpointError(ModelDirError):
+    """A model folder that cannot be served."""
 
 
 class UnreadableError(CheckpointError):
@@ -71,7 +70,7 @@ class TensorError(CheckpointError):
 class NumericsError(CheckpointError):
     """An option names a number format that is not there; `choices` lists what is."""
 
-    code = "CONFIG"
+    code = "KEY"
     exit_code = 3
 
     def __init__(self, option: str, value: str, reason: str, choices: tuple[str, ...]) -> None:

@@ -25,7 +25,8 @@ from worker_svc.checkpoint import names
 from worker_svc.checkpoint.census import PRESETS, preset
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.checkpoint.errors import CheckpointError
-from worker_svc.checkpoint.names import ExpertFormat, TensorSpec, WeightSpec
+from worker_svc.checkpoint.names import ExpertFormat, WeightSpec
+from worker_svc.checkpoint.safetensors_file import DTYPES
 from worker_svc.checkpoint.writer import DEFAULT_SHARD_BYTES, write_checkpoint
 from worker_svc.ops import quant_fp4, quant_fp8
 
@@ -34,6 +35,7 @@ Content = Literal["flat", "lively"]
 _FLAT_STD = 0.0156
 _FLAT_FP8_EXPONENT = 127 - 6
 _FLAT_FP4_EXPONENTS = (127 - 9, 127 - 6)
+_PIECE = 1 << 18  # elements drawn at a time: small enough to stay in a core's cache
 
 
 def generate_checkpoint(
@@ -50,99 +52,92 @@ def generate_checkpoint(
     """Write a random checkpoint of `config`, cut to its first `layers` layers if given; returns the folder."""
     if layers is not None:
         config = config.with_layers(layers)
-    maker = _Maker(config, seed, expert_format, content)
-    specs = list(names.tensors(config, expert_format))
-    return write_checkpoint(config, specs, maker, out_dir, shard_bytes=shard_bytes, progress=progress)
+    weights = list(names.weights(config, expert_format))
+    maker = _Maker(config, seed, content)
+    return write_checkpoint(config, weights, maker, out_dir, shard_bytes=shard_bytes, progress=progress)
 
 
 class _Maker:
-    """Draws one tensor of the file at a time. Keeps the scale of the weight it quantised last."""
+    """Draws one weight at a time; holds no state, so threads may share it."""
 
-    def __init__(self, config: V4Config, seed: int, expert_format: ExpertFormat, content: Content) -> None:
+    def __init__(self, config: V4Config, seed: int, content: Content) -> None:
         self._config, self._seed, self._content = config, seed, content
-        self._owner: dict[str, WeightSpec] = {}
-        for weight in names.weights(config, expert_format):
-            self._owner |= dict.fromkeys((tensor.name for tensor in weight.tensors()), weight)
-        self._pair: tuple[str, torch.Tensor, torch.Tensor] | None = None
 
-    def __call__(self, spec: TensorSpec) -> torch.Tensor:
-        weight = self._owner[spec.name]
+    def __call__(self, weight: WeightSpec) -> tuple[torch.Tensor, ...]:
         if weight.kind != "dense":
-            return self._quantised(weight)[spec.name.endswith(".scale")]
-        if spec.dtype == "I64":
-            return self._expert_table(spec)
-        values = self._flat(spec) if self._content == "flat" else self._lively(spec)
-        return values.to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
+            return self._flat_codes(weight) if self._content == "flat" else self._lively_codes(weight)
+        if weight.dtype == "I64":
+            return (self._expert_table(weight),)
+        return (self._flat(weight) if self._content == "flat" else self._lively(weight),)
 
     def _rng(self, name: str) -> np.random.Generator:
         digest = hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=16).digest()
         return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
 
-    def _normal(self, name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
-        values = self._rng(name).standard_normal(shape, dtype=np.float32)
-        return torch.from_numpy(values).mul_(std)
+    def _normal(self, weight: WeightSpec, mean: float, std: float, dtype: torch.dtype) -> torch.Tensor:
+        """Normal values of the weight's shape; drawn in pieces, so that a large tensor never exists in FP32."""
+        rng, values = self._rng(weight.name), torch.empty(weight.shape, dtype=dtype)
+        flat = values.view(-1)
+        for begin in range(0, flat.numel(), _PIECE):
+            piece = flat[begin : begin + _PIECE]
+            drawn = torch.from_numpy(rng.standard_normal(len(piece), dtype=np.float32))
+            piece.copy_(drawn.mul_(std).add_(mean))
+        return values
 
-    def _quantised(self, weight: WeightSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes in the file's dtype, E8M0 bytes), the same for both tensors of the pair."""
-        if self._pair is None or self._pair[0] != weight.name:
-            make = self._flat_codes if self._content == "flat" else self._lively_codes
-            self._pair = (weight.name, *make(weight))
-        return self._pair[1:]
+    def _uniform(self, name: str, shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
+        return torch.from_numpy(self._rng(name).uniform(low, high, shape).astype(np.float32))
 
     def _flat_codes(self, weight: WeightSpec) -> tuple[torch.Tensor, torch.Tensor]:
         data, scale = weight.tensors()
         if weight.kind == "fp8":
-            codes = self._normal(data.name, data.shape, 1.0).to(torch.float8_e4m3fn)
+            codes = self._normal(weight, 0.0, 1.0, torch.float8_e4m3fn)
             return codes, torch.full(scale.shape, _FLAT_FP8_EXPONENT, dtype=torch.uint8)
-        rng = self._rng(data.name)
-        packed = np.frombuffer(rng.bytes(data.num_bytes), dtype=np.int8).reshape(data.shape).copy()
+        rng = self._rng(weight.name)
+        words = rng.integers(0, 1 << 64, -(-data.num_bytes // 8), dtype=np.uint64)
+        packed = words.view(np.int8)[: data.num_bytes].reshape(data.shape)
         low, high = _FLAT_FP4_EXPONENTS
         exponents = rng.integers(low, high, scale.shape, dtype=np.uint8, endpoint=True)
         return torch.from_numpy(packed), torch.from_numpy(exponents)
 
     def _lively_codes(self, weight: WeightSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        values = self._normal(weight.name, weight.shape, weight.shape[1] ** -0.5)
+        values = self._normal(weight, 0.0, weight.shape[1] ** -0.5, torch.float32)
         # Scales that differ from block to block: a loader that mixes blocks up must not get away with it.
-        rows = self._rng(weight.name + "/rows").uniform(0.5, 2.0, (weight.shape[0], 1))
-        values = values * torch.from_numpy(rows.astype(np.float32))
+        values *= self._uniform(weight.name + "/rows", (weight.shape[0], 1), 0.5, 2.0)
         if weight.kind == "fp8":
             return quant_fp8.quantise_weight(values)
         packed, exponents = quant_fp4.quantise(values)
         return packed.view(torch.int8), exponents
 
-    def _expert_table(self, spec: TensorSpec) -> torch.Tensor:
+    def _expert_table(self, weight: WeightSpec) -> torch.Tensor:
         """Distinct experts for every token id."""
-        order = self._rng(spec.name).random((spec.shape[0], self._config.n_routed_experts)).argsort(1)
-        return torch.from_numpy(order[:, : spec.shape[1]].astype(np.int64))
+        order = self._rng(weight.name).random((weight.shape[0], self._config.n_routed_experts)).argsort(1)
+        return torch.from_numpy(order[:, : weight.shape[1]].astype(np.int64))
 
-    def _flat(self, spec: TensorSpec) -> torch.Tensor:
-        leaf = _leaf(spec.name)
-        if leaf.endswith("norm"):
-            return torch.ones(spec.shape)
-        if leaf.endswith("_scale"):
-            return torch.ones(spec.shape)
+    def _flat(self, weight: WeightSpec) -> torch.Tensor:
+        leaf, dtype = _leaf(weight.name), DTYPES[weight.dtype][1]
+        if leaf.endswith(("norm", "_scale")):
+            return torch.ones(weight.shape, dtype=dtype)
         if leaf.endswith("_base") or leaf in ("attn_sink", "bias"):
-            return torch.zeros(spec.shape)
-        if leaf.endswith("_fn"):
-            return self._normal(spec.name, spec.shape, 0.01)
-        return self._normal(spec.name, spec.shape, 1.0 if leaf == "embed" else _FLAT_STD)
+            return torch.zeros(weight.shape, dtype=dtype)
+        std = 0.01 if leaf.endswith("_fn") else 1.0 if leaf == "embed" else _FLAT_STD
+        return self._normal(weight, 0.0, std, dtype)
 
-    def _lively(self, spec: TensorSpec) -> torch.Tensor:
-        leaf = _leaf(spec.name)
+    def _lively(self, weight: WeightSpec) -> torch.Tensor:
+        leaf, dtype = _leaf(weight.name), DTYPES[weight.dtype][1]
         if leaf.endswith("norm"):
-            return 1.0 + self._normal(spec.name, spec.shape, 0.25)
+            return self._normal(weight, 1.0, 0.25, dtype)
         if leaf.endswith("_scale"):
-            return torch.from_numpy(self._rng(spec.name).uniform(0.5, 1.5, spec.shape).astype(np.float32))
+            return self._uniform(weight.name, weight.shape, 0.5, 1.5)
         if leaf == "bias":
-            return self._normal(spec.name, spec.shape, 0.3)
+            return self._normal(weight, 0.0, 0.3, dtype)
         if leaf.endswith("_base") or leaf in ("attn_sink", "ape", "embed"):
-            return self._normal(spec.name, spec.shape, 1.0)
+            return self._normal(weight, 0.0, 1.0, dtype)
         # Matrices keep the scale of what they read; the mixers read an RMS-normed vector, hence order one.
-        return self._normal(spec.name, spec.shape, spec.shape[1] ** -0.5)
+        return self._normal(weight, 0.0, weight.shape[1] ** -0.5, dtype)
 
 
 def _leaf(name: str) -> str:
-    return name.removesuffix(".weight").rsplit(".", 1)[-1]
+    return name.rsplit(".", 1)[-1]
 
 
 def main(argv: list[str]) -> int:

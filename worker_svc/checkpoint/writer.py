@@ -1,13 +1,16 @@
 """Write a checkpoint folder in the original format: config.json, one model.safetensors or shards with an index.
 
-Streams: tensors are made one at a time, by name, when their bytes are due, so a folder may be far larger than memory.
+Streams: weights are made when their bytes are due, a few ahead by threads, so a folder may be far larger than memory.
 config.json is written last: a folder whose writing was interrupted does not pass for a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +18,45 @@ import numpy as np
 import torch
 
 from worker_svc.checkpoint.config import V4Config
-from worker_svc.checkpoint.names import TensorSpec
+from worker_svc.checkpoint.names import TensorSpec, WeightSpec
 from worker_svc.checkpoint.safetensors_file import DTYPES, INDEX_NAME, SINGLE_NAME
 
-MakeTensor = Callable[[TensorSpec], torch.Tensor]
-"""Gives the tensor of a spec: its shape, and its file dtype as `safetensors_file.DTYPES` maps it."""
+MakeWeight = Callable[[WeightSpec], tuple[torch.Tensor, ...]]
+"""Gives the tensors of a weight, in the order of `WeightSpec.tensors`, with the dtypes of `safetensors_file.DTYPES`.
+
+Called from several threads at once, never twice for a weight.
+"""
 
 DEFAULT_SHARD_BYTES = 4 << 30
+_MAX_WORKERS = 16
 
 
 def write_checkpoint(
     config: V4Config,
-    specs: Sequence[TensorSpec],
-    make: MakeTensor,
+    weights: Sequence[WeightSpec],
+    make: MakeWeight,
     out_dir: str | Path,
     *,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Write `specs` to `out_dir` (created), in shards of at most `shard_bytes` (one tensor at least)."""
+    """Write `weights` to `out_dir` (created), in shards of at most `shard_bytes` (one weight at least)."""
     folder = Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    shards = _plan(specs, shard_bytes)
-    total, done = sum(spec.num_bytes for spec in specs), 0
+    shards = _plan(weights, shard_bytes)
+    total, done = sum(_num_bytes(weight) for weight in weights), 0
     weight_map: dict[str, str] = {}
+    made = _ahead(make, (weight for shard in shards for weight in shard))
     for number, shard in enumerate(shards, 1):
         name = SINGLE_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weight_map |= dict.fromkeys((spec.name for spec in shard), name)
+        specs = [spec for weight in shard for spec in weight.tensors()]
+        weight_map |= dict.fromkeys((spec.name for spec in specs), name)
         with (folder / name).open("wb") as file:
-            file.write(_header(shard))
-            for spec in shard:
-                file.write(_bytes(spec, make(spec)))
-                done += spec.num_bytes
+            file.write(_header(specs))
+            for weight in shard:
+                for spec, tensor in zip(weight.tensors(), next(made), strict=True):
+                    file.write(_bytes(spec, tensor))
+                done += _num_bytes(weight)
                 if progress is not None:
                     progress(done, total)
     if len(shards) > 1:
@@ -56,17 +66,34 @@ def write_checkpoint(
     return folder
 
 
-def _plan(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+def _ahead(make: MakeWeight, weights: Iterable[WeightSpec]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """`make` of each weight in order; as many in the making as there are cores."""
+    workers = min(os.cpu_count() or 1, _MAX_WORKERS)
+    waiting: deque[Future[tuple[torch.Tensor, ...]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="make-weight") as pool:
+        for weight in weights:
+            waiting.append(pool.submit(make, weight))
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def _num_bytes(weight: WeightSpec) -> int:
+    return sum(spec.num_bytes for spec in weight.tensors())
+
+
+def _plan(weights: Sequence[WeightSpec], shard_bytes: int) -> list[list[WeightSpec]]:
     """Cut into shards; widest elements first within one, so that every tensor lies aligned to its element."""
-    shards: list[list[TensorSpec]] = [[]]
+    shards: list[list[WeightSpec]] = [[]]
     size = 0
-    for spec in specs:
-        if shards[-1] and size + spec.num_bytes > shard_bytes:
+    for weight in weights:
+        if shards[-1] and size + _num_bytes(weight) > shard_bytes:
             shards.append([])
             size = 0
-        shards[-1].append(spec)
-        size += spec.num_bytes
-    return [sorted(shard, key=lambda spec: -DTYPES[spec.dtype][0]) for shard in shards]
+        shards[-1].append(weight)
+        size += _num_bytes(weight)
+    return [sorted(shard, key=lambda weight: -DTYPES[weight.tensors()[0].dtype][0]) for shard in shards]
 
 
 def _header(shard: list[TensorSpec]) -> bytes:

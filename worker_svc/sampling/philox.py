@@ -16,33 +16,39 @@ PURPOSE_SAMPLE = 0
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_LOW = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
 
 GUMBEL_SPREAD = 26.1
 """No two noise values lie further apart: 32-bit uniforms reach from -3.2 to 22.9."""
 
-Words = npt.NDArray[np.uint64]
+Words = npt.NDArray[np.uint32]
 
 
-def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int]) -> Words:
-    """Ten rounds over counters (four broadcastable uint64 arrays of 32-bit words) -> words [4, ...], each < 2^32."""
+def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
+    """Ten rounds over counters uint32 [4, n] -> uint32 [4, n]."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = (p1 >> _HALF) ^ c1 ^ np.uint64(k0), p1 & _LOW
-        c2, c3 = (p0 >> _HALF) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        high0, low0 = _halves(np.multiply(c0, _MULTIPLIERS[0], dtype=np.uint64))
+        high1, low1 = _halves(np.multiply(c2, _MULTIPLIERS[1], dtype=np.uint64))
+        c0, c1 = (high1 ^ c1) ^ np.uint32(k0), low1
+        c2, c3 = (high0 ^ c3) ^ np.uint32(k1), low0
         k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
-    return np.stack(np.broadcast_arrays(c0, c1, c2, c3))
+    return np.stack((c0, c1, c2, c3))
+
+
+def _halves(products: npt.NDArray[np.uint64]) -> tuple[Words, Words]:
+    """High and low 32 bits, as views (the machines this runs on are little-endian, like the weight files)."""
+    words = products.view(np.uint32)
+    return words[1::2], words[0::2]
 
 
 def random_words(blocks: Words, *, seed: int, choice: int, position: int, purpose: int = PURPOSE_SAMPLE) -> Words:
-    """Four 32-bit words for each vocabulary block (token id // 4): uint64 [4, n]."""
+    """Four 32-bit words for each vocabulary block (token id // 4): uint32 [4, n]."""
     assert 0 <= seed < 1 << 64 and 0 <= choice < 1 << 32 and 0 <= position < 1 << 32, (seed, choice, position)
-    rest = (np.uint64(position), np.uint64(seed >> 32), np.uint64(purpose))
-    fixed = tuple(np.asarray(word, dtype=np.uint64) for word in rest)
-    return philox4x32((blocks, fixed[0], fixed[1], fixed[2]), (seed & 0xFFFFFFFF, choice))
+    counter = np.empty((4, len(blocks)), dtype=np.uint32)
+    counter[0] = blocks
+    counter[1:] = np.array([[position], [seed >> 32], [purpose]], dtype=np.uint32)
+    return philox4x32(counter, (seed & 0xFFFFFFFF, choice))
 
 
 def gumbel(
@@ -53,11 +59,11 @@ def gumbel(
     Computed in float64 and rounded, so that machines with different vector logarithms agree.
     """
     if 4 * len(ids) < vocab_size:
-        blocks = (ids >> 2).astype(np.uint64)
+        blocks = (ids >> 2).astype(np.uint32)
         words = random_words(blocks, seed=seed, choice=choice, position=position)
         drawn = words[ids & 3, np.arange(len(ids))]
     else:
-        blocks = np.arange(-(-vocab_size // 4), dtype=np.uint64)
+        blocks = np.arange(-(-vocab_size // 4), dtype=np.uint32)
         flat = random_words(blocks, seed=seed, choice=choice, position=position).T.reshape(-1)
         drawn = flat[:vocab_size] if len(ids) == vocab_size else flat[ids]
     uniform = (drawn + 0.5) * 2.0**-32  # in (0, 1), both ends excluded

@@ -24,7 +24,7 @@ Ids = npt.NDArray[np.int64]
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would only overflow."""
 MAX_TOP_LOGPROBS = 20
-_PRESELECT = 1024
+_PRESELECT = (512, 8192)
 """Tokens looked at first for top-p: sorting a whole vocabulary is slow and rarely needed."""
 
 Fault = Literal["nan_logits", "nothing_allowed"]
@@ -37,6 +37,13 @@ class VocabRules:
     vocab_size: int
     eos_ids: tuple[int, ...]
     masked_ids: tuple[int, ...] = ()
+    masked: Ids = field(init=False, repr=False, compare=False)
+    is_masked: frozenset[int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert all(0 <= i < self.vocab_size for i in (*self.eos_ids, *self.masked_ids))
+        object.__setattr__(self, "masked", np.array(self.masked_ids, dtype=np.int64))
+        object.__setattr__(self, "is_masked", frozenset(self.masked_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +57,16 @@ class RowSampling:
     bias_ids: Ids = field(init=False, repr=False, compare=False)
     bias_values: Floats = field(init=False, repr=False, compare=False)
     early_ids: Ids = field(init=False, repr=False, compare=False)  # not before min_tokens
-    is_plain: bool = field(init=False, repr=False, compare=False)  # logits go into temperature unchanged
+    is_plain: bool = field(init=False, repr=False, compare=False)  # no penalty, no bias
 
     def __post_init__(self) -> None:
         p, rules = self.params, self.rules
         stops = (*rules.eos_ids, *p.stop_ids)
-        assert all(0 <= i < rules.vocab_size for i in (*stops, *(i for i, _ in p.bias), *rules.masked_ids))
+        assert all(0 <= i < rules.vocab_size for i in (*stops, *(i for i, _ in p.bias)))
         object.__setattr__(self, "bias_ids", np.array([i for i, _ in p.bias], dtype=np.int64))
         object.__setattr__(self, "bias_values", np.array([v for _, v in p.bias], dtype=np.float32))
         object.__setattr__(self, "early_ids", np.array(sorted(set(stops)), dtype=np.int64))
-        object.__setattr__(self, "is_plain", not (p.reads_output or p.bias or rules.masked_ids))
+        object.__setattr__(self, "is_plain", not (p.reads_output or p.bias))
 
     @property
     def is_greedy(self) -> bool:
@@ -148,12 +155,30 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sampled]:
 def _sample_row(raw: Floats, row: RowState) -> Sampled:
     sampling = row.state.row
     assert raw.shape == (sampling.rules.vocab_size,), (raw.shape, sampling.rules.vocab_size)
-    logits = _processed(raw, row)
-    best = int(logits.argmax())  # the first NaN, if there is one
-    if not np.isfinite(logits[best]):
-        return _faulty(raw, row, logits[best])
-    token = best if sampling.is_greedy else _draw(logits, sampling, row.position)
+    token = _plain_greedy(raw, row)
+    if token is None:
+        logits = _processed(raw, row)
+        token = int(logits.argmax())  # the first NaN, if there is one
+        if not np.isfinite(logits[token]):
+            return _faulty(raw, row, logits[token])
+        if not sampling.is_greedy:
+            token = _draw(logits, sampling, row.position)
     return Sampled(token, _logprobs(raw, token, sampling.params.top_logprobs))
+
+
+def _is_unchanged(row: RowState) -> bool:
+    """True if nothing but the masked ids stands between the model's logits and the temperature."""
+    sampling = row.state.row
+    return sampling.is_plain and row.mask is None and row.position >= sampling.params.min_tokens
+
+
+def _plain_greedy(raw: Floats, row: RowState) -> int | None:
+    """The usual greedy step without a copy of the logits; None if the row needs the long way."""
+    sampling = row.state.row
+    if not sampling.is_greedy or not _is_unchanged(row):
+        return None
+    best = int(raw.argmax())
+    return best if best not in sampling.rules.is_masked and np.isfinite(raw[best]) else None
 
 
 def _faulty(raw: Floats, row: RowState, best: np.float32) -> Sampled:
@@ -167,18 +192,16 @@ def _faulty(raw: Floats, row: RowState, best: np.float32) -> Sampled:
 def _processed(raw: Floats, row: RowState) -> Floats:
     """Logits after penalties, bias and masks: `raw` itself if none applies, else a copy."""
     state, sampling = row.state, row.state.row
-    early = row.position < sampling.params.min_tokens
-    if sampling.is_plain and row.mask is None and not early:
+    if _is_unchanged(row) and not sampling.rules.masked_ids:
         return raw
     logits = raw.copy()
     state.penalise(logits, row.ahead)
     if len(sampling.bias_ids):
         np.add.at(logits, sampling.bias_ids, sampling.bias_values)
-    if sampling.rules.masked_ids:
-        logits[list(sampling.rules.masked_ids)] = -np.inf
+    logits[sampling.rules.masked] = -np.inf
     if row.mask is not None:
         logits[~_allowed(row.mask, len(logits))] = -np.inf
-    if early:
+    if row.position < sampling.params.min_tokens:
         kept = logits[sampling.early_ids].copy()
         logits[sampling.early_ids] = -np.inf
         # A grammar that allows nothing but the end has priority over min_tokens.
@@ -237,7 +260,7 @@ def _nucleus(scaled: Floats, ids: Ids, top_p: float) -> Ids:
     values = scaled[ids].astype(np.float64)
     top = values.max()
     bound = top_p * np.exp(values - top).sum()
-    for count in (_PRESELECT, len(ids)):
+    for count in (*_PRESELECT, len(ids)):
         ordered = _highest(scaled, ids, min(count, len(ids)))
         before = np.cumsum(np.exp(scaled[ordered].astype(np.float64) - top))
         if before[-1] >= bound:
