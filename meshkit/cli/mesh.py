@@ -1,0 +1,164 @@
+"""A mesh on this machine: which command lines it takes, and running them until somebody says stop.
+
+`MeshPlan` is plain data; `run_mesh` checks everything that can fail, prints all failures at once and starts nothing, or
+starts the services and reports each change. The command lines are those of compose and of people: `v4mesh scheduler
+--listen ...`; only the way to call `v4mesh` differs (this very Python, so that a PATH cannot mislead).
+"""
+
+import asyncio
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshkit.cli.http_client import Endpoint, get_status
+from meshkit.cli.model_folder import check_model_folder
+from meshkit.cli.preflight import check_memory, check_port, check_run_folder, free_port, make_run_folder
+from meshkit.cli.progress import Progress, open_progress
+from meshkit.cli.screen import Screen
+from meshkit.config import environment
+from meshkit.exit_codes import Exit, Problem, ProblemsError
+from meshkit.supervisor import ServiceSpec, Supervisor
+
+DEFAULT_PORT = 8000
+SELF = (sys.executable, "-m", "meshkit.cli")
+DRAIN_S = {"gateway": 2.0, "worker": 1.2, "scheduler": 1.2}  # in sum below the 5 s a clean stop may take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """What to run. Flags are passed on to the service as they stand."""
+
+    model: Path
+    name: str
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    run_dir: str | None = None
+    gateway_flags: tuple[str, ...] = ()
+    scheduler_flags: tuple[str, ...] = ()
+    worker_flags: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{self.port}"
+
+    def command_lines(self, run_dir: Path) -> dict[str, tuple[str, ...]]:
+        """Arguments after `v4mesh`, in start order."""
+        socket = f"unix:{run_dir / 'scheduler.sock'}"
+        model = ("--model", str(self.model))
+        listen = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return {
+            "scheduler": ("scheduler", "--listen", socket, *self.scheduler_flags),
+            "worker": ("worker", "--scheduler", socket, *model, *self.worker_flags),
+            "gateway": ("gateway", "--listen-http", listen, "--scheduler", socket, *model, *self.gateway_flags),
+        }
+
+
+def preflight(plan: MeshPlan) -> list[Problem]:
+    """Everything that would fail, in the order people fix it."""
+    problems = check_model_folder(plan.model)
+    if not problems:
+        problems = check_memory(plan.model)
+    return problems + (check_port(plan.host, plan.port) if plan.port else [])
+
+
+def run_mesh(
+    plan: MeshPlan,
+    screen: Screen,
+    *,
+    problems: tuple[Problem, ...] = (),
+    show_log: bool = True,
+    on_ready: Callable[[MeshPlan, float], None] = lambda plan, seconds: None,
+    work: Callable[[MeshPlan], int] | None = None,
+) -> int:
+    """Run until Ctrl-C or SIGTERM, or until `work(plan)` (called in a thread once all is ready) has returned.
+
+    Returns the exit status: 0 after a clean stop, `work`'s result, or that of the service that cannot run here.
+    """
+    found = [*problems, *preflight(plan)]
+    if found:
+        raise ProblemsError(found)
+    run_dir = make_run_folder(plan.run_dir, environment().get("XDG_RUNTIME_DIR"))
+    try:
+        if trouble := check_run_folder(run_dir):
+            raise ProblemsError(trouble)
+        if plan.port == 0:
+            plan = replace(plan, port=free_port(plan.host))
+        with open_progress(screen, list(plan.command_lines(run_dir)), show_log=show_log) as progress:
+            return asyncio.run(_run(plan, run_dir, progress, on_ready, work))
+    finally:
+        if plan.run_dir is None:
+            shutil.rmtree(run_dir, ignore_errors=True)
+
+
+async def _run(
+    plan: MeshPlan,
+    run_dir: Path,
+    progress: Progress,
+    on_ready: Callable[[MeshPlan, float], None],
+    work: Callable[[MeshPlan], int] | None,
+) -> int:
+    started = time.monotonic()
+    supervisor = Supervisor(_specs(plan, run_dir), on_event=progress.event, on_line=progress.line)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.stop)
+    running = asyncio.create_task(supervisor.run())
+    ticking = asyncio.create_task(_tick(progress))
+    ready = asyncio.create_task(supervisor.all_ready.wait())
+    try:
+        await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result()
+        progress.finish_start()
+        on_ready(plan, time.monotonic() - started)
+        if work is None:
+            return await running
+        working = asyncio.create_task(asyncio.to_thread(work, plan))
+        await asyncio.wait([running, working], return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            return running.result() or int(Exit.INTERRUPTED)
+        supervisor.stop()
+        return working.result() or await running
+    finally:
+        ticking.cancel()
+        ready.cancel()
+        if not running.done():
+            supervisor.stop()
+            await running
+
+
+async def _tick(progress: Progress) -> None:
+    while True:
+        await asyncio.sleep(0.25)
+        progress.tick()
+
+
+def _specs(plan: MeshPlan, run_dir: Path) -> list[ServiceSpec]:
+    here = Endpoint.parse(plan.url)
+    socket = run_dir / "scheduler.sock"
+
+    async def scheduler_listens() -> bool:
+        try:
+            _, writer = await asyncio.open_unix_connection(str(socket))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def gateway_serves() -> bool:
+        return await get_status(here, "/health") == 200
+
+    async def worker_serves() -> bool:
+        return await get_status(here, "/ready") == 200
+
+    probes = {"scheduler": scheduler_listens, "worker": worker_serves, "gateway": gateway_serves}
+    return [
+        ServiceSpec(name=name, argv=(*SELF, *line), probe=probes[name], drain_s=DRAIN_S[name])
+        for name, line in plan.command_lines(run_dir).items()
+    ]

@@ -1,0 +1,155 @@
+"""What can fail at start is checked here first, all of it at once, before the first byte of weights.
+
+Each check returns the problems it sees; `up` reports them together and starts nothing while there is one.
+"""
+
+import contextlib
+import errno
+import os
+import shlex
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from meshkit.cli.model_folder import weight_bytes
+from meshkit.exit_codes import Exit, Problem
+
+LONGEST_SOCKET_PATH = 107  # bytes of sun_path on Linux without its closing zero
+LONGEST_SOCKET_NAME = "/scheduler.sock"
+
+
+def check_port(host: str, port: int) -> list[Problem]:
+    """Can we listen there? Names the process that already does, as far as we may see it."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as e:
+        return [Problem("PORT", Exit.PORT, f"--host {host}: {e.strerror}", "--host 127.0.0.1, or 0.0.0.0 for all")]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as e:
+            return [_port_problem(host, port, e)]
+    return []
+
+
+def free_port(host: str) -> int:
+    """A port nobody uses at this moment."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.bind(address)
+        return int(probe.getsockname()[1])
+
+
+def _port_problem(host: str, port: int, error: OSError) -> Problem:
+    if error.errno == errno.EADDRINUSE:
+        fact = f"{host}:{port} is in use by {port_owner(port)}"
+        return Problem("PORT", Exit.PORT, fact, "stop it, or --port 0 picks a free one")
+    if error.errno == errno.EADDRNOTAVAIL:
+        return Problem("PORT", Exit.PORT, f"--host {host} is no address of this machine", "--host 0.0.0.0 for all")
+    if error.errno == errno.EACCES:
+        return Problem("PORT", Exit.PORT, f"port {port} needs privileges we do not have", "take one from 1024 up")
+    return Problem("PORT", Exit.PORT, f"cannot listen on {host}:{port}: {error.strerror}")
+
+
+def port_owner(port: int) -> str:
+    """`pid 4121 (python -m http.server)`, or what little the system lets us see."""
+    import psutil
+
+    unknown = "another user's process"
+    try:
+        found = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return unknown
+    pids = [c.pid for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
+    if not pids:
+        return unknown
+    try:
+        command = shlex.join(psutil.Process(pids[0]).cmdline())
+    except psutil.Error:
+        return f"pid {pids[0]}"
+    return f"pid {pids[0]} ({command if len(command) <= 80 else command[:77] + '...'})"
+
+
+def check_memory(model: Path) -> list[Problem]:
+    """Do the weights fit into what is free, before any KV? The worker does the exact sum once it knows its layout."""
+    import psutil
+
+    weights, free = weight_bytes(model), int(psutil.virtual_memory().available)
+    if weights <= free:
+        return []
+    short = (weights - free) / 1e9
+    return [
+        Problem(
+            "MEMORY",
+            Exit.MEMORY,
+            f"{model.name} does not fit into this machine's memory",
+            "a machine with more memory, or the shipped demo model: v4mesh up",
+            (
+                f"weights           {weights / 1e9:.1f} GB",
+                f"available memory  {free / 1e9:.1f} GB   short by {short:.1f} GB before any KV",
+            ),
+        )
+    ]
+
+
+def make_run_folder(wanted: str | None, runtime_dir: str | None) -> Path:
+    """A private folder for sockets: `wanted`, else a fresh one under the user's runtime folder or the temp folder.
+
+    Raises ProblemsError by way of the caller's checks only; use `check_run_folder` on the result.
+    """
+    if wanted:
+        folder = Path(wanted).absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+    for parent in (runtime_dir, tempfile.gettempdir(), "/tmp"):
+        if parent and os.access(parent, os.W_OK | os.X_OK) and _fits(Path(parent) / "v4mesh-xxxxxxxx"):
+            remove_stale_run_folders(Path(parent))
+            folder = Path(tempfile.mkdtemp(prefix="v4mesh-", dir=parent))
+            (folder / "pid").write_text(str(os.getpid()))
+            return folder
+    return Path(tempfile.mkdtemp(prefix="v4mesh-"))
+
+
+def check_run_folder(folder: Path) -> list[Problem]:
+    """Ours, closed to others, and short enough for a unix socket's path."""
+    problems = []
+    info = folder.stat()
+    if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        fact = f"{folder} is open to others (owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o})"
+        problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, f"chmod 700 {folder}, or another --run-dir"))
+    if not _fits(folder):
+        length = len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME)
+        fact = (
+            f"{folder} is too long for a unix socket: {length} bytes with the socket's name, {LONGEST_SOCKET_PATH} fit"
+        )
+        problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, "give a short --run-dir, such as /tmp/v4mesh"))
+    return problems
+
+
+def _fits(folder: Path) -> bool:
+    return len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= LONGEST_SOCKET_PATH
+
+
+def remove_stale_run_folders(parent: Path) -> None:
+    """Folders of ours whose `v4mesh up` was killed before it could clean up."""
+    for folder in parent.glob("v4mesh-*"):
+        with contextlib.suppress(OSError, ValueError):
+            if folder.stat().st_uid != os.getuid():
+                continue
+            pid = int((folder / "pid").read_text())
+            if not _alive(pid):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

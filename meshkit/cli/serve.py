@@ -1,0 +1,112 @@
+"""`v4mesh serve`: the operators' guide's launch command as written, after replacing the program's name.
+
+Every flag and variable of `flag_table` is parsed; each has its effect or is answered with one line that names the part
+it needs. Impossible values and layouts are refused together, before anything starts. The rest is `up`.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshkit.cli.config_file import check_config, config_path
+from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
+from meshkit.cli.mesh import MeshPlan, run_mesh
+from meshkit.cli.screen import Screen, shared_options
+from meshkit.cli.up import UpConfig, banner, make_plan, print_commands, warn_if_open
+from meshkit.config import environment, load
+from meshkit.exit_codes import Exit, Problem, ProblemsError
+
+UP_FIELDS = ("host", "port", "kv_cache_dtype", "quantization")  # flags of the guide that `up` has too
+
+
+def guide_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """One click option per flag of the table; values stay text, so that one place judges them."""
+    for entry in reversed(FLAGS):
+        names = (entry.name, *entry.aliases, entry.field)
+        command = click.option(*names, is_flag=entry.switch, default=None, help=entry.promise)(command)
+    return command
+
+
+@click.command()
+@click.argument("model", required=False)
+@guide_options
+@click.option("--served-model-name", metavar="NAME", help="The name clients use.")
+@click.option("--device", help="Where the worker computes (default cpu).")
+@click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
+@click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
+@click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")
+@click.option("--launcher", type=click.Choice(["local", "print"]), default="local", help="print: only the commands.")
+@click.option("--quiet", is_flag=True, help="Only changes of state, not the services' logs.")
+@shared_options
+@click.pass_obj
+def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, **given: str | bool | None) -> int:
+    """Start a mesh with the flags and environment variables of the operators' guide."""
+    answers, problems = understand(given, environment())
+    file = config_path(screen)
+    values = {a.entry.field: a.value for a in answers if a.entry in FLAGS}
+    flags = {k: given[k] for k in ("served_model_name", "device", "deterministic", "api_key_file", "run_dir")}
+    flags |= {k: values.get(k) for k in UP_FIELDS}
+    config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value
+    problems += check_config(file)
+    try:
+        plan = make_plan(config, file)
+    except ProblemsError as e:
+        raise ProblemsError([*problems, *e.problems]) from e
+    problems += check_scheme(plan.model, config.quantization)
+    if problems and launcher == "print":
+        raise ProblemsError(problems)
+    for line in remarks(answers, plan):
+        screen.note(line)
+    if launcher == "print":
+        print_commands(screen, plan)
+        return int(Exit.OK)
+    warn_if_open(screen, config)
+    return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
+
+
+def understand(
+    flags: Mapping[str, str | bool | None], environ: Mapping[str, str]
+) -> tuple[list[Answer], list[Problem]]:
+    """What was asked for by flags and variables, and everything that is refused."""
+    answers, problems = read_flags(flags)
+    more, bad = read_variables(environ)
+    values = {a.entry.field: a.value for a in answers}
+    return answers + more, problems + bad + check_layout(values)
+
+
+def remarks(answers: list[Answer], plan: MeshPlan) -> list[str]:
+    """One line per answer that has something to say."""
+    lines = []
+    groups = _model_config(plan.model).get("o_groups")
+    for found in answers:
+        line = found.line
+        if line and found.entry.name == "--tp" and isinstance(groups, int) and found.value > groups:
+            line += f" (and {plan.name} allows at most {groups}: its o_groups)"
+        if line:
+            lines.append(line)
+    return lines
+
+
+def check_scheme(model: Path, scheme: str) -> list[Problem]:
+    """compressed-tensors is a format of the checkpoint, not a switch: refuse it for any other checkpoint."""
+    if scheme != "compressed-tensors":
+        return []
+    held = _model_config(model).get("quantization_config")
+    method = held.get("quant_method") if isinstance(held, dict) else None
+    if method == "compressed-tensors":
+        fact = "this checkpoint is in the compressed-tensors format, whose loader is not built yet"
+        return [Problem("FLAG", Exit.CONFIG, f"--quantization {scheme}: {fact}", "use DeepSeek's original checkpoint")]
+    fact = f"--quantization {scheme}: this checkpoint's format is {method}"
+    return [Problem("FLAG", Exit.CONFIG, fact, "leave the flag out: native formats are found without it")]
+
+
+def _model_config(model: Path) -> dict[str, Any]:
+    """config.json, or nothing: the checks before start say what is wrong with it."""
+    try:
+        data = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}

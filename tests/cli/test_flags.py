@@ -1,0 +1,189 @@
+"""The operators' guide's command line: each flag and variable has its effect, or a line naming what is missing."""
+
+import shlex
+
+import pytest
+
+from meshkit.cli.flag_table import (
+    FLAGS,
+    VARIABLES,
+    Entry,
+    answer,
+    check_layout,
+    read_flags,
+    read_variables,
+    variable_names,
+)
+from meshkit.cli.main import main
+from meshkit.cli.model_folder import DEFAULT_MODEL
+from meshkit.exit_codes import Exit
+
+LAUNCH = """
+serve --model-path {model} --tp 4 --ep-size 8 --enable-expert-parallel --enable-deepep
+  --enable-two-batch-overlap --kv-cache-dtype fp8 --quantization fp4 --enable-torch-compile --speculative-algorithm MTP
+  --speculative-num-steps 1 --moe-dp-size 4 --attention-dp-size 2 --trust-remote-code --host 0.0.0.0 --port 30000
+"""
+
+# What the guide names, with values it gives, and values that nothing could honour.
+GUIDE: dict[str, tuple[list[str], list[str]]] = {
+    "--model-path": (["deepseek-ai/DeepSeek-V4-Flash", "/model"], [""]),
+    "--host": (["0.0.0.0", "::1"], [""]),
+    "--port": (["30000", "0"], ["65536", "http", "-1"]),
+    "--trust-remote-code": ([""], []),
+    "--tp": (["1", "4", "8"], ["0", "-2", "two", "1.5"]),
+    "--ep-size": (["1", "8"], ["0", "x"]),
+    "--enable-expert-parallel": ([""], []),
+    "--enable-deepep": ([""], []),
+    "--enable-two-batch-overlap": ([""], []),
+    "--moe-fp8-communication": ([""], []),
+    "--moe-dp-size": (["1", "4"], ["0"]),
+    "--attention-dp-size": (["1", "2"], ["0"]),
+    "--attention-cp-size": (["1", "4"], ["0"]),
+    "--kv-cache-dtype": (["fp8", "fp8_e4m3", "fp8_e5m2", "bf16"], ["int4", "fp7"]),
+    "--quantization": (["fp8", "fp4", "w4a8", "compressed-tensors"], ["int3", "gguf"]),
+    "--enable-torch-compile": ([""], []),
+    "--speculative-algorithm": (["MTP", "EAGLE", "DFLASH"], ["MEDUSA"]),
+    "--speculative-num-steps": (["1", "3"], ["-1", "1000", "x"]),
+    "--speculative-eagle-model-path": (["/draft"], [""]),
+    "DEEPGEMM_ENABLE_JIT": (["1", "0", "true"], ["maybe"]),
+    "DEEPGEMM_FORCE_RECOMPILE": (["1", "off"], ["2"]),
+    "DEEPGEMM_CACHE_DIR": (["/cache/deepgemm"], []),
+    "FLASHINFER_AUTOTUNE": (["1", "no"], ["often"]),
+    "FLASHINFER_AUTOTUNE_CACHE_DIR": (["/cache/flashinfer"], []),
+    "SGLANG_MOE_BACKEND": (["deep_gemm", "flashinfer_trtllm", "flashinfer_cutedsl"], ["magic"]),
+    "SGLANG_SCHEDULE_CONSERVATIVENESS": (["0.3", "1.0"], ["-1", "0", "bold", "nan", "inf"]),
+    "SGLANG_TORCH_COMPILE_MODE": (["max-autotune", "default"], ["fastest"]),
+    "SGLANG_ELASTIC_MEMORY_POOL": (["1", "0"], ["big"]),
+    "SGLANG_HICACHE_L2_SIZE": (["64GB", "64GiB", "0"], ["lots", "-1"]),
+    "SGLANG_HICACHE_L3_URL": (["redis://cache:6379/0", "rediss://cache"], ["http://cache", "cache:6379", "redis://"]),
+    "SGLANG_RADIX_CACHE_TARGET_SLIDING_WINDOW": (["128", "4"], ["-1", "x"]),
+    "SGLANG_RADIX_CACHE_EVICT_POLICY": (["lru", "lfu"], ["random"]),
+}
+TABLE = {entry.name: entry for entry in (*FLAGS, *VARIABLES)}
+# These have their effect today; every other entry must say what it waits for.
+IN_EFFECT = {"--model-path", "--host", "--port", "--trust-remote-code", "--kv-cache-dtype", "--quantization"}
+
+
+def test_the_table_holds_the_guide_and_nothing_else():
+    assert set(TABLE) == set(GUIDE)
+
+
+@pytest.mark.parametrize("name", list(GUIDE))
+def test_each_is_in_effect_or_names_the_missing_part(name: str):
+    entry = TABLE[name]
+    for value in GUIDE[name][0]:
+        found = answer(entry, value)
+        if name in IN_EFFECT:
+            assert (found.status, entry.needs) == ("applied", "")
+        elif found.value in entry.quiet:
+            assert (found.status, found.line) == ("applied", "")
+        else:
+            assert found.status == "recognised"
+            shown = name if entry.switch else f"{name} {value}" if name.startswith("--") else f"{name}={value}"
+            assert found.line.startswith(f"recognised: {shown} ({entry.ours}")
+            assert f"needs {entry.needs}, which is not built yet; {entry.meanwhile}" in found.line
+            assert "\n" not in found.line
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, (_, bad) in GUIDE.items() for v in bad])
+def test_impossible_values_are_refused_with_what_is_accepted(name: str, value: str):
+    with pytest.raises(ValueError, match=r"must (be|not be)|is no size"):
+        answer(TABLE[name], value)
+
+
+@pytest.mark.parametrize("entry", FLAGS, ids=lambda e: e.name)
+def test_each_flag_is_parsed_by_serve(entry: Entry, capsys: pytest.CaptureFixture[str]):
+    good = GUIDE[entry.name][0][0].replace("deepseek-ai/DeepSeek-V4-Flash", str(DEFAULT_MODEL))
+    for name in (entry.name, *entry.aliases):
+        line = [name] if entry.switch else [name, good]
+        extra = ["--tp", "8"] if entry.field == "ep_size" else []
+        status = main(["serve", *line, *extra, "--launcher", "print"])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        assert len(out.splitlines()) == 3
+        if entry.needs and good != "1":
+            assert err.count(f"recognised: {entry.name}") == 1
+
+
+@pytest.mark.parametrize("entry", VARIABLES, ids=lambda e: e.name)
+def test_each_variable_is_read_under_all_its_names(
+    entry: Entry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    good = GUIDE[entry.name][0][0]
+    for name in variable_names(entry):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, good)
+            assert main(["serve", "--launcher", "print"]) == 0
+            assert f"recognised: {name}={good}" in capsys.readouterr().err
+    monkeypatch.setenv(entry.name, "")
+    assert main(["serve", "--launcher", "print"]) == 0
+    assert "recognised" not in capsys.readouterr().err
+
+
+def test_flags_in_effect_reach_the_services(capsys: pytest.CaptureFixture[str]):
+    line = ["--model-path", str(DEFAULT_MODEL), "--host", "0.0.0.0", "--port", "30000", "--kv-cache-dtype", "fp8_e5m2"]
+    assert main(["serve", *line, "--quantization", "w4a8", "--launcher", "print"]) == 0
+    scheduler, worker, gateway = (shlex.split(row) for row in capsys.readouterr().out.splitlines())
+    assert scheduler[:2] == ["v4mesh", "scheduler"]
+    assert worker[worker.index("--kv-cache-dtype") + 1] == "fp8_e5m2"
+    assert worker[worker.index("--quantization") + 1] == "w4a8"
+    assert worker[worker.index("--model") + 1] == str(DEFAULT_MODEL)
+    assert gateway[gateway.index("--listen-http") + 1] == "0.0.0.0:30000"
+
+
+def test_the_guides_launch_command_is_understood_whole(capsys: pytest.CaptureFixture[str]):
+    args = shlex.split(LAUNCH.format(model=DEFAULT_MODEL).replace("\n", " "))
+    assert main([*args, "--launcher", "print"]) == 0
+    out, err = capsys.readouterr()
+    assert [row.split()[1] for row in out.splitlines()] == ["scheduler", "worker", "gateway"]
+    speaking = [a for a in args if a.startswith("--") and a not in IN_EFFECT]
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("recognised")] == [
+        e.name for e in FLAGS if e.name in speaking
+    ]
+    assert err.count("runs nothing") == 1
+    assert len(err.splitlines()) == len(speaking) + 1
+
+
+def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_MOE_BACKEND", "magic")
+    assert main(["serve", "--tp", "0", "--kv-cache-dtype", "int4", "--launcher", "print"]) == Exit.USAGE
+    err = capsys.readouterr().err
+    assert "FLAG  --tp 0: must be a whole number from 1 to 1024" in err
+    assert "FLAG  --kv-cache-dtype int4: must be one of auto, fp8" in err
+    assert "FLAG  SGLANG_MOE_BACKEND=magic: must be one of deep_gemm" in err
+
+
+def test_a_checkpoint_in_another_format_refuses_the_scheme(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "--quantization", "compressed-tensors", "--launcher", "print"]) == Exit.CONFIG
+    assert "this checkpoint's format is fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "fits"),
+    [
+        ({"tp": "4", "attention_dp_size": "2", "ep_size": "8", "moe_dp_size": "4"}, True),
+        ({"tp": "4", "attention_cp_size": "2", "ep_size": "4"}, True),
+        ({"tp": "4", "ep_size": "3"}, False),
+        ({"tp": "4", "moe_dp_size": "8"}, False),
+        ({"ep_size": "8"}, False),
+        ({}, True),
+    ],
+)
+def test_the_world_size_rule(flags: dict[str, str], fits: bool):
+    answers, problems = read_flags(flags)
+    assert not problems
+    found = check_layout({a.entry.field: a.value for a in answers})
+    assert (not found) == fits
+    if found:
+        assert found[0].exit == Exit.CONFIG
+        assert found[0].fix.startswith("one of 1")
+
+
+def test_a_variable_set_twice_is_read_once():
+    answers, problems = read_variables({"SGLANG_MOE_BACKEND": "deep_gemm", "V4MESH_MOE_BACKEND": "deep_gemm"})
+    assert (len(answers), problems) == (1, [])
+
+
+def test_an_unknown_flag_is_not_swallowed(capsys: pytest.CaptureFixture[str]):
+    assert main(["serve", "--enable-deep-ep", "--launcher", "print"]) == Exit.USAGE
+    assert "--enable-deepep" in capsys.readouterr().err

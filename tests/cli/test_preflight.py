@@ -1,0 +1,199 @@
+"""What is refused before anything starts: every problem at once, each with a fact and what to do."""
+
+import json
+import os
+import shutil
+import socket
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshkit.cli import preflight
+from meshkit.cli.main import main
+from meshkit.cli.model_folder import DEFAULT_MODEL, check_model_folder, find_model, served_name
+from meshkit.exit_codes import Exit, ProblemsError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the demo model without its bulk: the real header, the data as a hole of the right size."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "v4mesh.json"):
+        shutil.copy(DEFAULT_MODEL / name, folder)
+    real = DEFAULT_MODEL / "model.safetensors"
+    with real.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = file.read(length)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", length) + header)
+        file.truncate(real.stat().st_size)
+    return folder
+
+
+def facts(folder: Path) -> list[str]:
+    return [p.fact for p in check_model_folder(folder)]
+
+
+def test_the_demo_model_has_no_problem():
+    assert check_model_folder(DEFAULT_MODEL) == []
+    assert find_model(None) == DEFAULT_MODEL
+    assert served_name(DEFAULT_MODEL) == "v4-nano"
+
+
+def test_a_missing_folder_names_the_nearest(model: Path):
+    (problem,) = check_model_folder(model.parent / "modle")
+    assert (problem.code, problem.exit) == ("MODEL_DIR", Exit.MODEL)
+    assert problem.fix == f"did you mean {model}?"
+
+
+def test_a_cache_root_points_at_the_snapshot(model: Path, tmp_path: Path):
+    snapshot = tmp_path / "hub" / "models--deepseek-ai--DeepSeek-V4-Flash" / "snapshots" / "8a1f"
+    shutil.copytree(model, snapshot)
+    (problem,) = check_model_folder(tmp_path / "hub")
+    assert problem.fact == f"{tmp_path / 'hub'} has no config.json. It holds: models--deepseek-ai--DeepSeek-V4-Flash/"
+    assert problem.fix == f"did you mean {snapshot}?"
+
+
+def test_a_hub_id_is_found_in_the_cache_and_never_downloaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(ProblemsError) as refused:
+        find_model("deepseek-ai/DeepSeek-V4-Flash")
+    (problem,) = refused.value.problems
+    assert problem.fact == "deepseek-ai/DeepSeek-V4-Flash is not on this machine"
+    assert f"looked in {tmp_path}/hub/models--deepseek-ai--DeepSeek-V4-Flash" in problem.details
+    repository = tmp_path / "hub" / "models--deepseek-ai--DeepSeek-V4-Flash"
+    shutil.copytree(model, repository / "snapshots" / "8a1f")
+    (repository / "snapshots" / "8a1f" / "v4mesh.json").unlink()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("8a1f")
+    folder = find_model("deepseek-ai/DeepSeek-V4-Flash")
+    assert folder == repository / "snapshots" / "8a1f"
+    assert served_name(folder) == "DeepSeek-V4-Flash"
+
+
+def test_another_model_type_is_named(model: Path):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert facts(model) == [f"{model}: this is another model (model_type 'llama'), not supported"]
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v4_1"}))
+    assert facts(model) == [f"{model}: this is V4.1 (model_type 'deepseek_v4_1'), not supported"]
+
+
+def test_all_problems_come_at_once(model: Path):
+    (model / "tokenizer.json").unlink()
+    (model / "model.safetensors").unlink()
+    assert facts(model) == [f"{model} holds no .safetensors weights", f"{model} has no tokenizer.json"]
+
+
+def test_missing_and_cut_shards_are_named(model: Path):
+    whole = (model / "model.safetensors").stat().st_size
+    for number in (1, 3):
+        shutil.copy(model / "model.safetensors", model / f"model-{number}.safetensors")
+    (model / "model.safetensors").unlink()
+    index = {"weight_map": {f"t{n}": f"model-{n}.safetensors" for n in (1, 2, 3)}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.truncate(model / "model-3.safetensors", whole - 1000)
+    assert facts(model) == [
+        f"{model}: shard 2 of 3 (model-2.safetensors) is missing",
+        f"{model}: shard 3 of 3 (model-3.safetensors): {whole - 1000:,} of {whole:,} bytes (interrupted download?)",
+    ]
+
+
+@pytest.mark.parametrize("junk", [b"", b"\x00" * 7, b"<html>not found</html>", struct.pack("<Q", 4) + b"nope"])
+def test_a_file_that_is_no_safetensors_is_named(model: Path, junk: bytes):
+    (model / "model.safetensors").write_bytes(junk)
+    (fact,) = facts(model)
+    assert "is no safetensors file, or cut off in its header" in fact
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\x00"])
+def test_a_broken_config_is_named(model: Path, text: str):
+    (model / "config.json").write_text(text)
+    (fact,) = facts(model)
+    assert fact.startswith(f"{model}/config.json ")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_config_names_owner_and_mode(model: Path):
+    (model / "config.json").chmod(0)
+    (problem,) = check_model_folder(model)
+    assert problem.code == "PERM"
+    assert f"owner {os.getuid()} mode 0000" in problem.fact
+
+
+def test_a_port_in_use_names_its_owner(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (problem,) = preflight.check_port("127.0.0.1", port)
+        assert main(["up", "--port", str(port)]) == Exit.PORT
+    assert (problem.code, problem.exit) == ("PORT", Exit.PORT)
+    assert problem.fact.startswith(f"127.0.0.1:{port} is in use by pid {os.getpid()} (")
+    assert Path(sys.executable).name in problem.fact or "pytest" in problem.fact
+    assert "--port 0 picks a free one" in problem.fix
+    assert problem.fact in capsys.readouterr().err
+    assert preflight.check_port("127.0.0.1", port) == []
+
+
+def test_an_address_of_another_machine_is_refused():
+    (problem,) = preflight.check_port("192.0.2.1", 8000)
+    assert problem.fact == "--host 192.0.2.1 is no address of this machine"
+
+
+def test_too_little_memory_shows_the_sum(model: Path, monkeypatch: pytest.MonkeyPatch):
+    class Memory:
+        available = 1_000_000
+
+    monkeypatch.setattr("psutil.virtual_memory", Memory)
+    (problem,) = preflight.check_memory(model)
+    assert problem.exit == Exit.MEMORY
+    assert "short by 0.0 GB before any KV" in problem.details[1]
+
+
+def test_several_failures_are_reported_together_and_the_first_decides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = tmp_path / "v4mesh.toml"
+    config.write_text('[up]\nmodel = "/nonexistent/model"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--config", str(config), "up", "--port", str(port)]) == Exit.MODEL
+    err = capsys.readouterr().err
+    assert "MODEL_DIR  /nonexistent/model does not exist" in err
+    assert f"PORT  127.0.0.1:{port} is in use" in err
+
+
+def test_a_wrong_key_names_file_line_and_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "v4mesh.toml"
+    config.write_text("[up]\nprot = 8000\n")
+    assert main(["--config", str(config), "up"]) == Exit.CONFIG
+    assert f"KEY  unknown option prot in [up] ({config}:2). Nearest: port" in capsys.readouterr().err
+
+
+def test_the_run_folder_is_private_short_and_cleaned_after_a_killed_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    runtime = tmp_path / "r"
+    runtime.mkdir()
+    stale = runtime / "v4mesh-dead"
+    stale.mkdir()
+    (stale / "pid").write_text("999999999")
+    monkeypatch.setattr(preflight, "LONGEST_SOCKET_PATH", 4096)
+    folder = preflight.make_run_folder(None, str(runtime))
+    assert folder.parent == runtime
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert preflight.check_run_folder(folder) == []
+    assert not stale.exists()
+
+
+def test_a_run_folder_open_to_others_or_too_long_is_refused(tmp_path: Path):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir(mode=0o755)
+    codes = [p.code for p in preflight.check_run_folder(folder)]
+    assert codes == ["RUN_DIR", "RUN_DIR"]
