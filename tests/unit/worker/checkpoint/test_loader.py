@@ -163,7 +163,10 @@ class TestEveryTensorIsAccountedFor:
             ("layers.1.ffn.experts.3.w2.scale", b"\xff", "layers.1.ffn.experts.3.w2.scale: holds NaN (byte 255)"),
             ("mtp.0.e_proj.scale", b"\xff", "mtp.0.e_proj.scale: holds NaN"),
             ("layers.0.attn.wkv.weight", b"\x7f", "layers.0.attn.wkv.weight: holds NaN"),
+            ("layers.0.attn.wkv.weight", b"\xff", "layers.0.attn.wkv.weight: holds NaN"),
             ("embed.weight", b"\xc0\x7f", "embed.weight: holds NaN"),
+            ("embed.weight", b"\x81\xff", "embed.weight: holds NaN"),
+            ("layers.0.attn.attn_sink", b"\x00\x00\xc0\xff", "layers.0.attn.attn_sink: holds NaN"),
             ("layers.0.ffn.gate.tid2eid", b"\x08", "layers.0.ffn.gate.tid2eid: holds expert ids 0..8"),
         ],
     )
@@ -171,6 +174,17 @@ class TestEveryTensorIsAccountedFor:
         header.poke(name, 0, value)
         header.write()
         assert says in self.problems(header.path.parent)
+
+    def test_a_nan_is_found_wherever_it_is(self, header):
+        begin, end = header.content["head.weight"]["data_offsets"]
+        header.poke("head.weight", end - begin - 2, b"\xc0\x7f")
+        header.write()
+        assert "head.weight: holds NaN" in self.problems(header.path.parent)
+
+    def test_an_infinite_sink_is_no_nan(self, header):
+        header.poke("layers.0.attn.attn_sink", 0, b"\x00\x00\x80\xff")
+        header.write()
+        assert load_checkpoint(header.path.parent).dense("layers.0.attn.attn_sink")[0] == -torch.inf
 
     def test_copies_of_embedding_and_head_under_mtp_are_dropped(self, header):
         header.add("mtp.0.emb.tok_emb.weight", "BF16", [2], b"\0" * 4)
