@@ -20,30 +20,39 @@ class IncrementalDetokenizer:
     """State of one output sequence."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._tokenizer = tokenizer
+        self._whole = tokenizer.whole_texts
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = _DECODER(errors="replace")
+        self._pending = b""
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that has become whole with these ids."""
-        hidden = self._hidden
-        token_bytes = self._token_bytes
-        return self._decoder.decode(b"".join([token_bytes(i) for i in ids if i not in hidden]))
+        push_one, hidden = self.push_one, self._hidden
+        return "".join([push_one(token_id) for token_id in ids if token_id not in hidden])
 
-    def push_bytes(self, data: bytes) -> str:
-        """Text that has become whole with these bytes, for callers that look tokens up themselves."""
-        return self._decoder.decode(data)
+    def push_one(self, token_id: int) -> str:
+        """Text that has become whole with this id, special or not."""
+        if not self._pending:
+            text = self._whole.get(token_id)
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
+        self._pending = self._decoder.getstate()[0]
+        return text
 
     @property
     def pending(self) -> bytes:
         """Bytes of an unfinished scalar value, at most three."""
-        return self._decoder.getstate()[0]
+        return self._pending
 
     def cut(self) -> str:
         """End of a part inside the sequence: an unfinished character is invalid now, so it is U+FFFD."""
+        self._pending = b""
         return self._decoder.decode(b"", final=True)
 
     def finish(self) -> str:
         """End of the sequence: the unfinished tail is dropped, so this is always empty."""
+        self._pending = b""
         self._decoder.reset()
         return ""

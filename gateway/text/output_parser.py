@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gateway.text import prompt as markers
 from gateway.text.detokenizer import IncrementalDetokenizer
@@ -34,12 +34,11 @@ class Delta:
     logprobs: tuple[Any, ...] = ()
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(NamedTuple):
     """A token whose text is not released yet; `start` counts characters of the current part."""
 
-    position: int
     start: int
+    position: int
     entry: Any
 
 
@@ -65,7 +64,6 @@ class OutputParser:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
         self._kind: Kind = "content" if raw else starts_in
         self._think = None if raw else tokenizer.id_of(markers.THINK)
         self._end_think = None if raw else tokenizer.id_of(markers.END_THINK)
@@ -125,14 +123,14 @@ class OutputParser:
             self.reasoning_tokens += 1
         if token_id == self._think or token_id in self._hidden:
             return
-        text = self._detokenizer.push_bytes(self._tokenizer.token_bytes(token_id))
+        text = self._detokenizer.push_one(token_id)
         if self._trimming and text:
             rest = text.lstrip("\n")
             if not rest and not self._detokenizer.pending:
                 return
             self._trimming = not rest
             text = rest
-        self._waiting.append(_Waiting(position, self._length, entry))
+        self._waiting.append(_Waiting(self._length, position, entry))
         self._length += len(text)
         if self._kind == "reasoning":
             self._reasoning_text(text)
@@ -179,7 +177,7 @@ class OutputParser:
     def _deltas(self) -> list[Delta]:
         out, self._out = self._out, []
         return [
-            Delta(kind, "".join(texts), tuple(t.position for t in tokens), tuple(t.entry for t in tokens))
+            Delta(kind, "".join(texts), tuple([t.position for t in tokens]), tuple([t.entry for t in tokens]))
             for kind, texts, tokens in out
         ]
 

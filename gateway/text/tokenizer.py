@@ -67,6 +67,7 @@ class Tokenizer:
         for token_id, token in self._tokens.items():
             self._bytes[token_id] = _to_bytes(token)
         self._longest = max(len(data) for data in self._bytes)
+        self._texts = _whole_texts(self._bytes)
         # Tokens that skip normalisation are found first, the others in what is left.
         self._finders = [_AddedFinder([t for t in added if t.normalized is kind]) for kind in (False, True)]
         self._cache = _PretokenCache(CACHE_BYTES)
@@ -108,6 +109,11 @@ class Tokenizer:
         """Ids that have a token."""
         return frozenset(self._tokens)
 
+    @property
+    def whole_texts(self) -> Mapping[int, str]:
+        """Text of every id that is whole UTF-8 by itself, for decoding without looking at bytes."""
+        return self._texts
+
     def id_of(self, token: str) -> int | None:
         """Id of a token by its spelling in the file (added tokens: the literal text)."""
         return self._ids.get(token)
@@ -118,11 +124,8 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         r"""Text of one token; a token that is not whole UTF-8 by itself is spelled `\xf0\x9f` byte by byte."""
-        data = self.token_bytes(token_id)
-        try:
-            return data.decode()
-        except UnicodeDecodeError:
-            return "".join(f"\\x{byte:02x}" for byte in data)
+        text = self._texts.get(token_id)
+        return "".join(f"\\x{byte:02x}" for byte in self.token_bytes(token_id)) if text is None else text
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; invalid bytes, an incomplete tail among them, become U+FFFD."""
@@ -279,6 +282,16 @@ def _to_bytes(token: str) -> bytes:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
         return token.encode()
+
+
+def _whole_texts(token_bytes: list[bytes]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for token_id, data in enumerate(token_bytes):
+        try:
+            texts[token_id] = data.decode()
+        except UnicodeDecodeError:
+            continue
+    return texts
 
 
 def _byte_ids(vocab: Mapping[str, int]) -> list[int]:
