@@ -1,0 +1,79 @@
+# Every command that a person or CI runs. `make` alone lists them.
+#
+# PIP_ARGS is handed to pip; on a machine whose index serves torch with CUDA, point it at an index of CPU builds.
+
+PYTHON ?= python3
+VENV ?= .venv
+SEEDS ?= 5000
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test static nightly sim pytest lint types imports protos protos-check fmt bench clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.setup ## Make .venv with what a CPU mesh needs
+
+setup-dev: $(VENV)/.setup-dev ## The same with linters, type checker and test tools
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[cpu]'
+	@touch $@
+
+$(VENV)/.setup-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.setup
+
+demo: setup ## Start a mesh, stream one answer, stop, say how to go on
+	@$(BIN)/v4mesh demo
+
+test: setup-dev ## The CI lane: static checks, simulation, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync=target static sim
+	@$(MAKE) --no-print-directory pytest
+
+static: lint types imports protos-check
+
+lint: setup-dev ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup-dev ## mypy --strict
+	@$(BIN)/mypy
+
+imports: setup-dev ## Who may import whom
+	@$(BIN)/lint-imports
+
+protos: setup-dev ## Regenerate protos/gen
+	@PYTHON=$(BIN)/python tools/gen_protos.sh
+
+protos-check: setup-dev ## Is protos/gen what protos/meshpb says?
+	@PYTHON=$(BIN)/python tools/gen_protos.sh --check
+
+sim: setup-dev ## The protocol in simulation: make sim SEEDS=100000
+	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+pytest: setup-dev
+	@$(BIN)/pytest -m "not nightly and not gpu"
+
+nightly: setup-dev ## What takes longer than the CI lane allows
+	@$(MAKE) --no-print-directory sim SEEDS=200000
+	@$(BIN)/pytest -m "not gpu"
+
+fmt: setup-dev ## Format, and fix what ruff can fix
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+bench: setup-dev ## One benchmark: make bench NAME=flags; without NAME: list them
+	@$(BIN)/python -m benchmarks $(or $(NAME),list) $(ARGS)
+
+clean: ## Remove .venv and everything that was generated
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
