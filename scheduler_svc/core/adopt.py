@@ -1,0 +1,176 @@
+"""A worker's dump: slots that go on for requests we know, slots that wait for theirs, and everything else freed.
+
+A slot is adopted when the ids its gateway has (or we had booked) are a prefix of the slot's, and the missing ones are
+in the dump (none may miss if log-probabilities are wanted). It goes on by a chunk row from its committed length, which
+is exact whether it was in prefill or in decode.
+"""
+
+from meshkit.frames import DumpSlot, PublishedTail
+from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
+from scheduler_svc.core import finish
+from scheduler_svc.core.request import Phase, Request, Seq, pages_for
+from scheduler_svc.core.state import Closing, Orphan, Rank, State, Worker, emit
+
+
+def finish_dump(st: State, worker: Worker) -> None:
+    """The last chunk is here: open the pools, adopt, and start serving."""
+    slots = [slot for dump in worker.dumps for slot in dump.slots]
+    pages = [page for dump in worker.dumps for page in dump.pages]
+    tails = [tail for dump in worker.dumps for tail in dump.tails]
+    worker.dumps = []
+    orphans = [_orphan(st, worker, slot, tails) for slot in slots]
+    for rank in worker.ranks:
+        mine = [o for o in orphans if o.rank is rank]
+        rank.slots.settle(o.slot for o in mine)
+        rank.pages.settle(p for o in mine for p in o.pages)
+        rank.tails.settle(t for o in mine for t in (o.spare, o.base) if t >= 0)
+    worker.gen = max([worker.gen, *(s.slot_gen for s in slots), *(p.page_gen for p in pages)])
+    for page in pages:
+        rank = worker.ranks[page.page // worker.hello.pages]
+        if rank.pages.run[page.page - rank.pages.base] and page.key not in worker.by_key:
+            worker.published[page.page] = page.key
+            worker.by_key[page.key] = page.page
+        else:
+            worker.retire_pages.append(page.page)
+    for tail in tails:
+        rank = worker.ranks[tail.tail // worker.hello.tails]
+        if rank.tails.run[tail.tail - rank.tails.base] and tail.page in worker.published:
+            worker.published_tails[tail.tail] = tail.page
+        else:
+            worker.retire_tails.append(tail.tail)
+    worker.serving = True
+    st.dumped[worker.name] = True
+    for slot, orphan in zip(slots, orphans, strict=True):
+        key = (slot.request_id, slot.choice)
+        if key in worker.orphans:
+            st.fault("choice_dumped_twice")
+            _close_orphan(worker, worker.orphans.pop(key))
+        worker.orphans[key] = orphan
+    for req in list(st.requests.values()):
+        claim(st, req)
+
+
+def dump_error(worker: Worker) -> str:
+    """What is out of range in a complete dump; empty when nothing is."""
+    hello = worker.hello
+    seen: dict[int, bool] = {}
+    for dump in worker.dumps:
+        for slot in dump.slots:
+            rank = slot.slot // hello.slots
+            if not 0 <= slot.slot < hello.slots * hello.ranks or slot.slot in seen:
+                return f"slot {slot.slot} is out of range or named twice"
+            seen[slot.slot] = True
+            if any(page // hello.pages != rank for page in slot.pages):
+                return f"slot {slot.slot} has a page of another rank"
+            if slot.spare >= 0 and (not hello.tails or slot.spare // hello.tails != rank):
+                return f"slot {slot.slot} has a spare tail of another rank"
+            if len(slot.pages) < pages_for(slot.length):
+                return f"slot {slot.slot} has {len(slot.pages)} pages for {slot.length} tokens"
+        if any(not 0 <= page.page < hello.pages * hello.ranks for page in dump.pages):
+            return "a published page is out of range"
+        if any(not 0 <= tail.tail < hello.tails * hello.ranks for tail in dump.tails):
+            return "a published tail is out of range"
+    return ""
+
+
+def _orphan(st: State, worker: Worker, slot: DumpSlot, tails: list[PublishedTail]) -> Orphan:
+    """A dumped slot with the latest published tail that lies on its pages."""
+    base, base_pos = -1, 0
+    at = {page: (i + 1) * PAGE_TOKENS for i, page in enumerate(slot.pages)}
+    for tail in tails:
+        pos = at.get(tail.page, 0)
+        if base_pos < pos <= slot.length and tail.tail != slot.spare:
+            base, base_pos = tail.tail, pos
+    return Orphan(
+        rank=worker.ranks[slot.slot // worker.hello.slots],
+        slot=slot.slot,
+        gen=slot.slot_gen,
+        attempt=slot.attempt,
+        length=slot.length,
+        n_emitted=slot.n_emitted,
+        finished=slot.finished,
+        last_ids=slot.last_ids,
+        pages=list(slot.pages),
+        spare=slot.spare,
+        spare_pos=slot.spare_pos if 0 <= slot.spare_pos <= slot.length else 0,
+        base=base,
+        base_pos=base_pos,
+        since_ns=st.now,
+    )
+
+
+def claim(st: State, req: Request) -> None:
+    """Adopt or free the dumped slots of a request that is known now; those of choices it does not have are freed."""
+    for worker in st.workers.values():
+        if not worker.orphans:
+            continue
+        mine = [(key, o) for key, o in worker.orphans.items() if key[0] == req.request_id and o.attempt <= req.attempt]
+        for key, orphan in mine:
+            del worker.orphans[key]
+            seq = next((s for s in req.choices if s.choice == key[1]), None)
+            if seq is None or not _adopt(st, worker, orphan, seq):
+                st.count("slots_not_adopted")
+                _close_orphan(worker, orphan)
+
+
+def _close_orphan(worker: Worker, orphan: Orphan) -> None:
+    tails = [t for t in (orphan.spare, orphan.base) if t >= 0]
+    worker.closing.append(Closing(orphan.rank, orphan.slot, orphan.gen, orphan.pages, tails))
+
+
+def drop_orphan(st: State, worker: Worker, key: tuple[bytes, int]) -> None:
+    """Nobody claimed it in time."""
+    st.count("orphans_expired")
+    for known, orphan in list(worker.orphans.items()):
+        if known == key:
+            del worker.orphans[known]
+            _close_orphan(worker, orphan)
+
+
+def _missing_ids(seq: Seq, orphan: Orphan, limit: int) -> list[int] | None:
+    """Ids the slot has emitted beyond ours; None if it cannot go on from ours."""
+    have, missing = len(seq.emitted), orphan.n_emitted - len(seq.emitted)
+    if not 0 <= missing <= min(limit, len(orphan.last_ids)):
+        return None
+    if missing and seq.req.params.top_logprobs != NO_LOGPROBS:
+        return None
+    known = len(orphan.last_ids) - missing  # of the dumped ids, those that we should have too
+    overlap = min(known, have)
+    if overlap and list(orphan.last_ids[known - overlap : known]) != seq.emitted[have - overlap :]:
+        return None
+    if orphan.length >= len(seq.req.prompt) + orphan.n_emitted:
+        return None
+    return list(orphan.last_ids[known:])
+
+
+def _adopt(st: State, worker: Worker, orphan: Orphan, seq: Seq) -> bool:
+    if seq.phase is not Phase.QUEUED:
+        return False
+    ids = _missing_ids(seq, orphan, st.limits.adopt_ids)
+    if ids is None:
+        return False
+    finish.unplace(st, seq)
+    st.count("slots_adopted")
+    _place(worker, orphan.rank, orphan, seq)
+    base = len(seq.emitted)
+    seq.emitted.extend(ids)
+    reason = finish.reason_for(st, seq) if seq.emitted else FinishReason.NONE
+    if reason is not FinishReason.NONE:
+        finish.end(st, seq, reason, base=base, ids=ids)
+    elif orphan.finished:
+        st.fault("finish_without_reason")
+        finish.requeue(st, seq)
+    elif ids:
+        emit(st, seq, base, ids)
+    return True
+
+
+def _place(worker: Worker, rank: Rank, orphan: Orphan, seq: Seq) -> None:
+    seq.worker, seq.rank, seq.slot, seq.gen = worker.name, rank.index, orphan.slot, orphan.gen
+    seq.pages = orphan.pages
+    seq.length = seq.fed = orphan.length
+    seq.spare, seq.spare_pos = orphan.spare, orphan.spare_pos
+    seq.base, seq.base_pos = orphan.base, orphan.base_pos
+    seq.phase = Phase.PREFILL
+    finish.add_running(worker, seq)
+    worker.sealing.append(seq)

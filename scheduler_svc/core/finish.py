@@ -1,0 +1,220 @@
+"""How placements end: finish, cancel, preemption, loss; and how a choice goes back to the queue.
+
+Slots end once (LIVE -> CLOSING -> FREE). Places of a finished or cancelled slot return with the frame that frees it,
+those of a preempted one when its last frame in flight is booked, because only then is its length known.
+"""
+
+from bisect import bisect_left, insort
+
+from meshkit.frames import SlotFree
+from meshkit.types import PAGE_TOKENS, FinishReason
+from scheduler_svc.core.request import Kept, Phase, Request, Seq
+from scheduler_svc.core.state import Closing, Rank, State, Worker, emit
+
+
+def _key(seq: Seq) -> tuple[int, int, int]:
+    return seq.key
+
+
+def add_running(worker: Worker, seq: Seq) -> None:
+    insort(worker.running, seq, key=_key)
+
+
+def remove_running(worker: Worker, seq: Seq) -> None:
+    at = bisect_left(worker.running, seq.key, key=_key)
+    assert worker.running[at] is seq, "a placed choice is in its worker's list"
+    del worker.running[at]
+
+
+def clear_placement(seq: Seq) -> None:
+    """Forget where it ran; rows of frames in flight no longer match it."""
+    seq.worker, seq.rank, seq.slot, seq.gen = "", 0, -1, 0
+    seq.pages = []
+    seq.length = seq.fed = seq.flying = seq.sampling = seq.planned_step = 0
+    seq.spare, seq.spare_pos, seq.base, seq.base_pos = -1, 0, -1, 0
+    seq.sealed, seq.chain_open, seq.forked = 0, True, False
+
+
+def drop_kept(st: State, seq: Seq) -> None:
+    """Give up what a waiting choice kept of its last run."""
+    kept = seq.kept
+    if kept is None:
+        return
+    seq.kept = None
+    worker = st.workers[kept.worker]
+    rank = worker.ranks[kept.rank]
+    rank.keepers.remove(seq)
+    for page in reversed(kept.pages):
+        worker.release_page(rank, page, kept=True)
+    worker.release_tail(rank, kept.tail, kept=True)
+
+
+def tails_of(seq: Seq) -> list[int]:
+    return [t for t in (seq.spare, seq.base) if t >= 0]
+
+
+def release(worker: Worker, closing: Closing) -> SlotFree:
+    """Return a closing slot's places; the caller's frame carries the SlotFree."""
+    rank = closing.rank
+    rank.slots.drop(closing.slot)
+    for page in reversed(closing.pages):
+        worker.release_page(rank, page)
+    for tail in closing.tails:
+        worker.release_tail(rank, tail)
+    return SlotFree(closing.slot, closing.gen)
+
+
+def _unfork(st: State, worker: Worker, seq: Seq) -> None:
+    """A follower whose slot the worker has not heard of gives its places back at once."""
+    assert seq.leader is not None
+    seq.leader.followers.remove(seq)
+    seq.leader = None
+    remove_running(worker, seq)
+    rank = worker.ranks[seq.rank]
+    rank.slots.drop(seq.slot)
+    for page in seq.pages:
+        worker.release_page(rank, page)
+    for tail in tails_of(seq):
+        worker.release_tail(rank, tail)
+    clear_placement(seq)
+
+
+def requeue_followers(st: State, worker: Worker, seq: Seq) -> None:
+    for follower in list(seq.followers):
+        _unfork(st, worker, follower)
+        st.queue.add(follower)
+
+
+def unplace(st: State, seq: Seq) -> None:
+    """Take a choice from wherever it is: queue, slot or both. Afterwards it is in no list; its phase is DONE."""
+    if seq.phase is Phase.QUEUED:
+        st.queue.remove(seq)
+        drop_kept(st, seq)
+    elif seq.phase is not Phase.DONE:
+        worker = st.workers[seq.worker]
+        rank = worker.ranks[seq.rank]
+        if seq.phase is Phase.FORKING:
+            _unfork(st, worker, seq)
+        elif seq.phase is Phase.PREEMPTING:
+            worker.preempting.remove(seq)  # its slot_free has been sent: later frames may reuse its places
+            for page in reversed(seq.pages):
+                worker.release_page(rank, page)
+            for tail in tails_of(seq):
+                worker.release_tail(rank, tail)
+        else:
+            requeue_followers(st, worker, seq)
+            remove_running(worker, seq)
+            worker.closing.append(Closing(rank, seq.slot, seq.gen, seq.pages, tails_of(seq)))
+        clear_placement(seq)
+    seq.phase = Phase.DONE
+
+
+def requeue(st: State, seq: Seq) -> None:
+    unplace(st, seq)
+    st.queue.add(seq)
+
+
+def forget(st: State, seq: Seq) -> None:
+    """The choice is over for its gateway: its row is no longer known."""
+    st.rows.pop((seq.req.attach_id, seq.row, seq.row_gen), None)
+    seq.req.choices.remove(seq)
+    if not seq.req.choices:
+        st.requests.pop(seq.req.request_id, None)
+
+
+def close(st: State, seq: Seq) -> None:
+    """End without a word to the gateway, which closed the choice itself or no longer exists."""
+    unplace(st, seq)
+    forget(st, seq)
+
+
+def end(
+    st: State,
+    seq: Seq,
+    reason: FinishReason,
+    error: tuple[str, str] = ("", ""),
+    base: int | None = None,
+    ids: list[int] | None = None,
+    logprobs: list[tuple[list[int], list[float]]] | None = None,
+) -> None:
+    """End a choice and tell its gateway, with the last ids if any. A detached choice waits for its resubmission."""
+    unplace(st, seq)
+    seq.finish, seq.error = reason, error
+    if st.finished_ns:
+        st.finish_gap_ns += 0.05 * (min(st.now - st.finished_ns, 10_000_000_000) - st.finish_gap_ns)
+    st.finished_ns = st.now
+    st.total(f"finished_{reason.name.lower()}")
+    if emit(st, seq, len(seq.emitted) if base is None else base, ids or [], reason, error, logprobs):
+        forget(st, seq)
+
+
+def end_request(st: State, req: Request, code: str, message: str) -> None:
+    """Typed error for every open choice."""
+    for seq in list(req.choices):
+        if seq.finish is FinishReason.NONE:
+            end(st, seq, FinishReason.ERROR, (code, message))
+
+
+def reason_for(st: State, seq: Seq) -> FinishReason:
+    """Why the worker ended this choice, from its last id; NONE if there is no reason it could have."""
+    params = seq.req.params
+    if seq.emitted and len(seq.emitted) >= max(1, params.min_tokens):
+        eos = st.model.eos_ids if st.model is not None and not params.ignore_eos else ()
+        if seq.emitted[-1] in params.stop_ids or seq.emitted[-1] in eos:
+            return FinishReason.STOP
+    return FinishReason.LENGTH if len(seq.emitted) >= params.max_tokens else FinishReason.NONE
+
+
+def preempt(st: State, worker: Worker, seq: Seq, frees: list[SlotFree]) -> None:
+    """Take a running choice out of its slot in the frame being built (`frees`); booked ids stay."""
+    st.count("preemptions")
+    if seq.phase is Phase.FORKING:
+        _unfork(st, worker, seq)
+        st.queue.add(seq)
+        return
+    requeue_followers(st, worker, seq)
+    remove_running(worker, seq)
+    worker.ranks[seq.rank].slots.drop(seq.slot)
+    frees.append(SlotFree(seq.slot, seq.gen))
+    seq.slot = -1
+    seq.phase = Phase.PREEMPTING
+    worker.preempting.append(seq)
+    if not seq.flying:
+        settle_preempted(st, worker, seq)
+
+
+def settle_preempted(st: State, worker: Worker, seq: Seq) -> None:
+    """Its last frame is booked: keep full pages up to the latest tail, return the rest, queue."""
+    rank = worker.ranks[seq.rank]
+    worker.preempting.remove(seq)
+    tail, pos = (seq.spare, seq.spare_pos) if seq.spare_pos > 0 else (seq.base, seq.base_pos)
+    if pos > seq.length:
+        st.fault("tail_beyond_length")
+        tail, pos = -1, 0
+    full = pos // PAGE_TOKENS if tail >= 0 else 0
+    for page in reversed(seq.pages[full:]):
+        worker.release_page(rank, page)
+    for other in tails_of(seq):
+        if other != tail or not full:
+            worker.release_tail(rank, other)
+    kept: Kept | None = None
+    if full:
+        for page in seq.pages[:full]:
+            rank.pages.keep(page)
+        rank.tails.keep(tail)
+        kept = Kept(worker.name, rank.index, seq.pages[:full], tail, pos)
+    clear_placement(seq)
+    seq.kept = kept
+    if kept is not None:
+        rank.keepers.append(seq)
+    st.queue.add(seq)
+
+
+def evict_kept(st: State, rank: Rank, spare: Seq | None) -> bool:
+    """Drop what the last one in order of service keeps on this rank (never `spare`'s); False if nobody keeps."""
+    victim = max((s for s in rank.keepers if s is not spare), key=_key, default=None)
+    if victim is None:
+        return False
+    st.count("kept_evicted")
+    drop_kept(st, victim)
+    return True

@@ -1,0 +1,129 @@
+"""One request and its choices, as the scheduler knows them: ids and places, never text.
+
+A `Seq` is one choice: what is queued, placed in a slot, preempted, moved and finished. Its tokens are the prompt and
+the ids booked so far; `length` counts those whose KV is committed at the worker, `fed` those that frames sent so far
+will have committed at most. Plain data: who changes it is plan, book, adopt and submit.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from meshkit.frames import I32
+from meshkit.types import PAGE_TOKENS, FinishReason, RequestId, SamplingParams
+
+
+class Phase(IntEnum):
+    """Where a choice stands. Every state but DONE is left by progress, cancel or deadline."""
+
+    QUEUED = 0  # waits for admission; may keep pages of an earlier run
+    FORKING = 1  # has a slot reserved and waits for its sibling's prefill
+    PREFILL = 2
+    DECODE = 3  # every frame from now on may sample
+    PREEMPTING = 4  # its slot is freed; rows of frames in flight still count
+    CLOSING = 5  # ended for its gateway; its slot goes with the next frame
+    DONE = 6
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """What a waiting choice keeps of its last run: full pages up to a tail from which it resumes."""
+
+    worker: str
+    rank: int
+    pages: list[int]
+    tail: int
+    pos: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What all choices of a request share. `attach_id` and `gateway` say who reads its rows."""
+
+    request_id: RequestId
+    attempt: int
+    gateway: str
+    gateway_boot: int
+    attach_id: int
+    tenant: str
+    priority: int
+    params: SamplingParams
+    seed: int
+    prompt: I32
+    page_keys: tuple[bytes, ...]
+    arrival: int  # ordinal of the first Submit: order of service within a priority
+    deadline_ns: int
+    kills: int = 0
+    suspects: list[tuple[str, int]] = field(default_factory=list)  # (group, boot) of losses not known to be crashes
+    hold_until_ns: int = 0
+    expire_ns: int = 0  # its gateway vanished: cancelled then unless resubmitted; 0 while it listens
+    choices: list["Seq"] = field(default_factory=list)
+
+    @property
+    def all_kills(self) -> int:
+        return self.kills + len(self.suspects)
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One choice of a request."""
+
+    req: Request
+    choice: int
+    row: int
+    row_gen: int
+    emitted: list[int]
+    phase: Phase = Phase.QUEUED
+    finish: FinishReason = FinishReason.NONE
+    error: tuple[str, str] = ("", "")
+    cached: int = 0  # prompt tokens resumed from a tail at its last placement
+    bypassed: int = 0
+    kept: Kept | None = None
+    # placement: valid from FORKING to CLOSING
+    worker: str = ""
+    rank: int = 0
+    slot: int = -1
+    gen: int = 0
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    fed: int = 0
+    flying: int = 0  # frames in flight that name it
+    sampling: int = 0  # ... and sample in it
+    planned_step: int = 0
+    spare: int = -1
+    spare_pos: int = 0
+    base: int = -1  # tail it can resume from until its spare is current
+    base_pos: int = 0
+    sealed: int = 0  # pages published or passed over
+    chain_open: bool = True  # all earlier pages are published under their own number
+    gen_keys: list[bytes] = field(default_factory=list)  # keys of pages beyond the prompt's full ones
+    forked: bool = False  # took over its leader's prefill
+    leader: "Seq | None" = None  # FORKING: whose prefill it waits for
+    followers: list["Seq"] = field(default_factory=list)  # choices that wait for this one's prefill
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Order of service: smaller first."""
+        return (self.req.priority, self.req.arrival, self.choice)
+
+    @property
+    def total(self) -> int:
+        """Prompt and booked ids: what must be committed, but for the last one, before the next id is sampled."""
+        return len(self.req.prompt) + len(self.emitted)
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.total + 1024
+
+    @property
+    def most_pages(self) -> int:
+        """Pages it can ever need: the last sampled id is never fed."""
+        return pages_for(len(self.req.prompt) + self.req.params.max_tokens - 1)
+
+    @property
+    def placed(self) -> bool:
+        return Phase.FORKING <= self.phase <= Phase.DECODE
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)

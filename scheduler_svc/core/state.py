@@ -1,0 +1,370 @@
+"""Everything the scheduler core knows, in one place: tables, attachments, pools, counters and the effects to return.
+
+No decisions live here beyond bookkeeping that must never be done by halves (counting, collecting token rows, minting
+ids). submit, attach, adopt, plan, book and finish are functions over this state; `scheduler.Scheduler` dispatches.
+"""
+
+import random
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshkit.core import Count, Send
+from meshkit.frames import (
+    Dump,
+    Envelope,
+    Frame,
+    LogprobColumns,
+    ResultFrame,
+    RowError,
+    SchedulerStatus,
+    SubmitReply,
+    TokenFrame,
+    WorkerHello,
+)
+from meshkit.types import FinishReason, ModelInfo, RequestId
+from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.queue import WaitQueue
+from scheduler_svc.core.request import Request, Seq
+
+MS = 1_000_000
+RowKey = tuple[int, int, int]
+"""(attach_id of the gateway, row, row_gen)."""
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    """Rows of one gateway, collected while one event is handled and sent as one TokenFrame."""
+
+    rows: list[int] = field(default_factory=list)
+    row_gens: list[int] = field(default_factory=list)
+    bases: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    finishes: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    errors: list[RowError] = field(default_factory=list)
+    lp_rows: list[int] = field(default_factory=list)
+    lp_widths: list[int] = field(default_factory=list)
+    lp_ids: list[int] = field(default_factory=list)
+    lp_values: list[float] = field(default_factory=list)
+
+    def frame(self, step: int) -> TokenFrame:
+        logprobs = LogprobColumns()
+        if self.lp_rows:
+            logprobs = LogprobColumns(
+                np.array(self.lp_rows, np.int32),
+                np.array(self.lp_widths, np.uint8),
+                np.array(self.lp_ids, np.int32),
+                np.array(self.lp_values, np.float32),
+            )
+        return TokenFrame(
+            step=step,
+            rows=np.array(self.rows, np.int32),
+            row_gens=np.array(self.row_gens, np.int32),
+            bases=np.array(self.bases, np.int32),
+            counts=np.array(self.counts, np.int32),
+            ids=np.array(self.ids, np.int32),
+            finishes=np.array(self.finishes, np.uint8),
+            cached=np.array(self.cached, np.int32),
+            logprobs=logprobs,
+            errors=tuple(self.errors),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Conn:
+    """An open stream. `owner` is the attached gateway or worker, None before Hello."""
+
+    conn: int
+    peer: str
+    opened_ns: int
+    heard_ns: int
+    attach_id: int = 0
+    beat_ns: int = 0
+    owner: "Gateway | Worker | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class Gateway:
+    name: str
+    boot: int
+    conn: int
+    attach_id: int
+    out: Outbox | None = None
+    status_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Rank:
+    """Pools of one attention-DP rank; ids are global (rank * size + local)."""
+
+    index: int
+    pages: Pool
+    tails: Pool
+    slots: Pool
+    keepers: list[Seq] = field(default_factory=list)  # waiting choices that keep pages here
+
+
+@dataclass(slots=True, eq=False)
+class Closing:
+    """A slot that ended for its choice: freed at the worker by the next frame, its places with it."""
+
+    rank: Rank
+    slot: int
+    gen: int
+    pages: list[int]
+    tails: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A row of a frame in flight. Stale once the choice has another generation or worker."""
+
+    seq: Seq
+    gen: int
+    chunk: bool
+    start: int
+    n: int
+    sample: bool
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """A frame in flight."""
+
+    step: int
+    rows: list[Row]
+    tokens: int
+    sent_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Orphan:
+    """A dumped slot whose request has not (yet) come."""
+
+    rank: Rank
+    slot: int
+    gen: int
+    attempt: int
+    length: int
+    n_emitted: int
+    finished: bool
+    last_ids: tuple[int, ...]
+    pages: list[int]
+    spare: int
+    spare_pos: int
+    base: int
+    base_pos: int
+    since_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """An attached worker group. It serves once its dump is complete."""
+
+    name: str
+    hello: WorkerHello
+    conn: int
+    attach_id: int
+    ranks: list[Rank]
+    gen: int
+    serving: bool = False
+    dumps: list[Dump] = field(default_factory=list)
+    step: int = 0
+    inflight: deque[Record] = field(default_factory=deque)
+    running: list[Seq] = field(default_factory=list)  # placed choices by key
+    preempting: list[Seq] = field(default_factory=list)
+    closing: list[Closing] = field(default_factory=list)
+    sealing: list[Seq] = field(default_factory=list)
+    orphans: dict[tuple[RequestId, int], Orphan] = field(default_factory=dict)
+    published: dict[int, bytes] = field(default_factory=dict)  # page -> key
+    by_key: dict[bytes, int] = field(default_factory=dict)
+    published_tails: dict[int, int] = field(default_factory=dict)  # tail -> page
+    retire_pages: list[int] = field(default_factory=list)
+    retire_tails: list[int] = field(default_factory=list)
+    results: int = 0
+    step_ns: float = 0.0  # moving average
+    token_ns: float = 0.0
+
+    def release_page(self, rank: Rank, page: int, *, kept: bool = False) -> None:
+        """Give up one reference; a page nobody refers to loses its published name in the next frame."""
+        if (rank.pages.forget if kept else rank.pages.drop)(page) and page in self.published:
+            key = self.published.pop(page)
+            del self.by_key[key]
+            self.retire_pages.append(page)
+
+    def release_tail(self, rank: Rank, tail: int, *, kept: bool = False) -> None:
+        if (rank.tails.forget if kept else rank.tails.drop)(tail) and tail in self.published_tails:
+            del self.published_tails[tail]
+            self.retire_tails.append(tail)
+
+
+@dataclass(slots=True, eq=False)
+class Lost:
+    """A worker group that vanished: crashed, or only its stream broke."""
+
+    boot: int
+    since_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is remembered of a request id: its highest attempt and the answers given."""
+
+    attempt: int
+    answers: dict[int, SubmitReply]
+    expires_ns: int
+
+
+class State:
+    """See the module's docstring."""
+
+    def __init__(self, limits: SchedulerLimits, rng: random.Random, boot: int) -> None:
+        self.limits = limits
+        self.rng = rng
+        self.boot = boot
+        self.now = 0
+        self.started_ns = -1
+        self.draining = False
+        self.drained = False
+        self.model: ModelInfo | None = None
+        self.requests: dict[RequestId, Request] = {}
+        self.rows: dict[RowKey, Seq] = {}
+        self.queue = WaitQueue()
+        self.workers: dict[str, Worker] = {}
+        self.lost: dict[str, Lost] = {}
+        self.dumped: dict[str, bool] = {}  # groups that have ever served
+        self.gateways: dict[str, Gateway] = {}
+        self.listeners: dict[int, Gateway] = {}
+        self.conns: dict[int, Conn] = {}
+        self.known: OrderedDict[RequestId, Known] = OrderedDict()
+        self.tombstones: OrderedDict[RowKey, int] = OrderedDict()
+        self.deadlines: list[tuple[int, int, RequestId]] = []  # heap of (deadline, arrival, id)
+        self.arrivals = 0
+        self.attached = 0
+        self.step = 0  # of the result being booked: labels token frames
+        self.finish_gap_ns = 100.0 * MS  # moving average between ends of choices
+        self.finished_ns = 0
+        self.ready_told: bool | None = None
+        self.counters: dict[str, int] = {}
+        self.faults: dict[str, int] = {}
+        self.effects: list[Any] = []
+
+    # ---- small tools ----
+
+    def total(self, name: str, amount: int = 1) -> None:
+        """Add to a running total that is read, not reported."""
+        self.counters[name] = self.counters.get(name, 0) + amount
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """A rare event: add to its total and tell the shell."""
+        self.total(name, amount)
+        self.effects.append(Count(name, amount))
+
+    def fault(self, name: str) -> None:
+        """One of the things that cannot happen did."""
+        self.total(name)
+        self.faults[name] = self.faults.get(name, 0) + 1
+        self.effects.append(Count(name, fault=True))
+
+    def mint(self) -> int:
+        """A fresh non-zero 64-bit name."""
+        return self.rng.getrandbits(64) | 1
+
+    def send(self, conn: int, attach_id: int, frame: Frame) -> None:
+        self.effects.append(Send(conn, Envelope(attach_id, frame)))
+
+    def outbox(self, attach_id: int) -> Outbox | None:
+        """Where rows of this attachment are collected; None when nobody listens there."""
+        gateway = self.listeners.get(attach_id)
+        if gateway is None:
+            return None
+        if gateway.out is None:
+            gateway.out = Outbox()
+        return gateway.out
+
+    def flush(self) -> None:
+        """Send what the event's bookings collected, one frame per gateway."""
+        for gateway in self.gateways.values():
+            if gateway.out is not None:
+                self.send(gateway.conn, gateway.attach_id, gateway.out.frame(self.step))
+                gateway.out = None
+
+    # ---- snapshots ----
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and any(w.serving for w in self.workers.values())
+
+    def retry_after_ms(self) -> int:
+        """How long the queue will take at the recent pace."""
+        return int(min(30_000, max(250, self.finish_gap_ns / MS * (len(self.queue) + 1))))
+
+    def status(self) -> SchedulerStatus:
+        ranks = [r for w in self.workers.values() if w.serving for r in w.ranks]
+        return SchedulerStatus(
+            ready=self.ready,
+            draining=self.draining,
+            model=self.model,
+            running=sum(len(w.running) for w in self.workers.values()),
+            waiting=len(self.queue) + sum(len(w.preempting) for w in self.workers.values()),
+            pages_total=sum(r.pages.size for r in ranks),
+            pages_free=sum(len(r.pages.free) + r.pages.cached for r in ranks),
+            slots_total=sum(r.slots.size for r in ranks),
+            slots_free=sum(len(r.slots.free) for r in ranks),
+            workers=len(self.workers),
+            preemptions=self.counters.get("preemptions", 0),
+            retry_after_ms=self.retry_after_ms() if len(self.queue) else 0,
+        )
+
+
+def emit(
+    st: State,
+    seq: Seq,
+    base: int,
+    ids: list[int],
+    finish: FinishReason = FinishReason.NONE,
+    error: tuple[str, str] = ("", ""),
+    logprobs: list[tuple[list[int], list[float]]] | None = None,
+) -> bool:
+    """Put one row into its gateway's next frame; False when nobody listens."""
+    out = st.outbox(seq.req.attach_id)
+    if out is None:
+        return False
+    index = len(out.rows)
+    out.rows.append(seq.row)
+    out.row_gens.append(seq.row_gen)
+    out.bases.append(base)
+    out.counts.append(len(ids))
+    out.ids.extend(ids)
+    out.finishes.append(finish)
+    out.cached.append(seq.cached)
+    if finish is FinishReason.ERROR:
+        out.errors.append(RowError(index, *error))
+    for lp_ids, lp_values in logprobs or ():
+        out.lp_rows.append(index)
+        out.lp_widths.append(len(lp_ids))
+        out.lp_ids.extend(lp_ids)
+        out.lp_values.extend(lp_values)
+    return True
+
+
+def check_result(record: Record, result: ResultFrame) -> str:
+    """What is wrong with a worker's answer to this frame; empty when nothing is."""
+    if result.step != record.step:
+        return f"result of step {result.step}, expected {record.step}"
+    if len(result.states) != len(record.rows) or len(result.counts) != len(record.rows):
+        return f"result has {len(result.states)} rows, the frame had {len(record.rows)}"
+    if int(result.counts.sum()) != len(result.tokens):
+        return "counts do not add up to the tokens"
+    if len(result.spare_rows) != len(result.spare_positions):
+        return "spare columns differ in length"
+    if len(result.spare_rows) and not 0 <= int(result.spare_rows.min()) <= int(result.spare_rows.max()) < len(
+        record.rows
+    ):
+        return "spare names a row that is not there"
+    return ""

@@ -1,0 +1,227 @@
+"""Answers to Submit: one verdict per (request_id, attempt), and what a higher attempt means for a request we know.
+
+A resubmission names the ids its gateway has. If what we hold goes on from exactly those, the slot stays, the row is
+renamed and the missing ids are sent again; otherwise the gateway's ids are the truth and the choice starts over.
+"""
+
+import heapq
+
+from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
+from meshkit.pages import namespace_key, page_keys
+from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
+from scheduler_svc.core import adopt, finish
+from scheduler_svc.core.request import Phase, Request, Seq, pages_for
+from scheduler_svc.core.state import MS, Known, State, emit
+
+
+def submit(st: State, sub: Submit) -> SubmitReply:
+    """Decide, remember the answer and act on it."""
+    known = st.known.get(sub.request_id)
+    if known is not None and sub.attempt in known.answers:
+        st.total("submits_repeated")
+        return known.answers[sub.attempt]
+    if sub.attach_id not in st.listeners:
+        st.count("submits_stale")
+        return SubmitReply(Verdict.STALE_ATTACH, "this attachment is not open; attach again and resubmit")
+    if known is not None and sub.attempt < known.attempt:
+        return SubmitReply(Verdict.SUPERSEDED, f"attempt {known.attempt} is known")
+    reply = _decide(st, sub)
+    _remember(st, sub, reply)
+    st.total(f"submits_{reply.verdict.name.lower()}")
+    return reply
+
+
+def _remember(st: State, sub: Submit, reply: SubmitReply) -> None:
+    known = st.known.get(sub.request_id)
+    if known is None:
+        known = st.known[sub.request_id] = Known(sub.attempt, {}, 0)
+        while len(st.known) > st.limits.tombstones:
+            st.known.popitem(last=False)
+    known.attempt = sub.attempt
+    known.answers[sub.attempt] = reply
+    if len(known.answers) > 8:  # older attempts are superseded by now
+        del known.answers[min(known.answers)]
+    known.expires_ns = st.now + st.limits.tombstone_ms * MS
+    st.known.move_to_end(sub.request_id)
+
+
+def _decide(st: State, sub: Submit) -> SubmitReply:
+    wrong = _invalid(st, sub)
+    if wrong:
+        return SubmitReply(Verdict.INVALID, wrong)
+    choices = [c for c in sub.choices if (sub.attach_id, c.row, c.row_gen) not in st.tombstones]
+    req = st.requests.get(sub.request_id)
+    if not choices:
+        _close_all(st, req)
+        return SubmitReply(Verdict.CANCELLED, "cancelled before it arrived")
+    if req is None and sub.kill_count >= st.limits.poison_kills:
+        return SubmitReply(Verdict.POISONED, f"it was running at {sub.kill_count} worker crashes")
+    if req is not None:
+        _rebind(st, req, sub, choices)
+        return SubmitReply(Verdict.ACCEPTED)
+    refusal = _refuse(st, sub, choices)
+    if refusal is not None:
+        return refusal
+    _accept(st, sub, choices)
+    return SubmitReply(Verdict.ACCEPTED)
+
+
+def _invalid(st: State, sub: Submit) -> str:
+    if not sub.choices or len(sub.choices) > st.limits.max_choices:
+        return f"choices: {len(sub.choices)} is not in 1..{st.limits.max_choices}"
+    if len({c.choice for c in sub.choices}) != len(sub.choices):
+        return "choices: an index appears twice"
+    if not len(sub.prompt):
+        return "prompt: empty; send at least one id"
+    if sub.params.max_tokens < 1:
+        return f"max_tokens: {sub.params.max_tokens} is not positive"
+    if sub.page_keys and len(sub.page_keys) != len(sub.prompt) // PAGE_TOKENS:
+        return f"page_keys: {len(sub.page_keys)} keys for {len(sub.prompt) // PAGE_TOKENS} full pages"
+    for c in sub.choices:
+        other = st.rows.get((sub.attach_id, c.row, c.row_gen))
+        if other is not None:
+            return f"choices: row {c.row} generation {c.row_gen} is in use"
+    vocab = st.model.vocab_size if st.model is not None else 0
+    if vocab and not 0 <= int(sub.prompt.min()) <= int(sub.prompt.max()) < vocab:
+        return f"prompt: an id is outside 0..{vocab - 1}"
+    return ""
+
+
+def never_fits(st: State, prompt: int, max_tokens: int) -> str:
+    """Why such a request can never run here; empty if it can, or if no worker has told its size yet."""
+    if st.model is not None and prompt + max_tokens > st.model.max_context:
+        return f"prompt + max_tokens = {prompt + max_tokens} exceeds the context of {st.model.max_context} tokens"
+    sizes = [w.hello.pages for w in st.workers.values()]
+    need = pages_for(prompt + max_tokens - 1)
+    if sizes and need > max(sizes):
+        return f"prompt + max_tokens needs {need} KV pages, an empty pool has {max(sizes)}"
+    return ""
+
+
+def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply | None:
+    if st.draining:
+        return SubmitReply(Verdict.DRAINING, "shutting down", 1_000)
+    too_big = never_fits(st, len(sub.prompt), sub.params.max_tokens)
+    if too_big:
+        return SubmitReply(Verdict.NEVER_FITS, too_big)
+    hoping = st.limits.workers or st.dumped or st.now - st.started_ns < st.limits.no_worker_grace_ms * MS
+    if not st.workers and not hoping:
+        return SubmitReply(Verdict.NO_WORKER, "no worker has attached", 1_000)
+    nbytes = sum(4 * (len(sub.prompt) + len(c.emitted)) + 1024 for c in choices)
+    if len(st.queue) + len(choices) > st.limits.queue_requests or st.queue.nbytes + nbytes > st.limits.queue_bytes:
+        return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue)} choices wait", st.retry_after_ms())
+    return None
+
+
+def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
+    st.arrivals += 1
+    keys = sub.page_keys
+    if not keys and len(sub.prompt) >= PAGE_TOKENS:
+        revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
+        keys = tuple(page_keys(sub.prompt, namespace_key(sub.tenant, "", revision, layout)))
+    req = Request(
+        request_id=sub.request_id,
+        attempt=sub.attempt,
+        gateway=st.listeners[sub.attach_id].name,
+        gateway_boot=st.listeners[sub.attach_id].boot,
+        attach_id=sub.attach_id,
+        tenant=sub.tenant,
+        priority=sub.priority,
+        params=sub.params,
+        seed=sub.seed,
+        prompt=sub.prompt,
+        page_keys=keys,
+        arrival=st.arrivals,
+        deadline_ns=st.now + sub.remaining_ms * MS,
+        kills=sub.kill_count,
+    )
+    if sub.attempt > 1 and not dumps_done(st):
+        req.hold_until_ns = st.started_ns + st.limits.resume_wait_ms * MS
+    st.requests[sub.request_id] = req
+    heapq.heappush(st.deadlines, (req.deadline_ns, req.arrival, sub.request_id))
+    for c in choices:
+        _add_choice(st, req, c)
+    _settle_table(st, req)
+    adopt.claim(st, req)
+
+
+def dumps_done(st: State) -> bool:
+    """Whether every configured worker has dumped since start, or the time for it is over."""
+    if st.now - st.started_ns >= st.limits.resume_wait_ms * MS:
+        return True
+    return bool(st.limits.workers) and all(name in st.dumped for name in st.limits.workers)
+
+
+def _add_choice(st: State, req: Request, c: SubmitChoice) -> None:
+    seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, emitted=list(c.emitted))
+    req.choices.append(seq)
+    st.rows[(req.attach_id, c.row, c.row_gen)] = seq
+    seq.phase = Phase.DONE
+    _start(st, seq)
+
+
+def _start(st: State, seq: Seq) -> None:
+    """Queue a choice, unless its ids say that it has ended already."""
+    reason = finish.reason_for(st, seq) if seq.emitted else FinishReason.NONE
+    if reason is FinishReason.NONE:
+        st.queue.add(seq)
+    else:
+        finish.end(st, seq, reason)
+
+
+def _close_all(st: State, req: Request | None) -> None:
+    if req is not None:
+        for seq in list(req.choices):
+            finish.close(st, seq)
+
+
+def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -> None:
+    """A higher attempt takes over: rows are renamed, choices it does not name are closed."""
+    st.count("rebinds")
+    for seq in req.choices:
+        st.rows.pop((req.attach_id, seq.row, seq.row_gen), None)
+    req.attempt, req.attach_id, req.expire_ns = sub.attempt, sub.attach_id, 0
+    req.gateway, req.gateway_boot = st.listeners[sub.attach_id].name, st.listeners[sub.attach_id].boot
+    req.deadline_ns = st.now + sub.remaining_ms * MS
+    heapq.heappush(st.deadlines, (req.deadline_ns, req.arrival, req.request_id))
+    ours = {seq.choice: seq for seq in req.choices}
+    for c in choices:
+        if c.choice not in ours:
+            _add_choice(st, req, c)
+            continue
+        seq = ours.pop(c.choice)
+        seq.row, seq.row_gen = c.row, c.row_gen
+        st.rows[(req.attach_id, c.row, c.row_gen)] = seq
+        _reconcile(st, seq, list(c.emitted))
+    for left in ours.values():
+        finish.close(st, left)
+    _settle_table(st, req)
+    adopt.claim(st, req)
+
+
+def _settle_table(st: State, req: Request) -> None:
+    """Choices may have ended while others were still being added: the table holds the request iff one is left."""
+    if req.choices:
+        st.requests[req.request_id] = req
+    else:
+        st.requests.pop(req.request_id, None)
+
+
+def _reconcile(st: State, seq: Seq, theirs: list[int]) -> None:
+    missing = len(seq.emitted) - len(theirs)
+    same = missing >= 0 and seq.emitted[: len(theirs)] == theirs
+    if same and (missing == 0 or seq.req.params.top_logprobs == NO_LOGPROBS):
+        ids = seq.emitted[len(theirs) :]
+        if seq.finish is not FinishReason.NONE:
+            if emit(st, seq, len(theirs), ids, seq.finish, seq.error):
+                finish.forget(st, seq)
+        elif ids:
+            emit(st, seq, len(theirs), ids)
+        return
+    if not same and seq.emitted != theirs[: len(seq.emitted)]:
+        st.fault("ids_diverged")
+    finish.unplace(st, seq)
+    seq.emitted = theirs
+    seq.gen_keys = []
+    seq.finish, seq.error = FinishReason.NONE, ("", "")
+    _start(st, seq)
