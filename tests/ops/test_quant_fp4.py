@@ -100,3 +100,11 @@ def test_hadamard_row_does_not_depend_on_its_companions():
 def test_scale_rule_is_shared_with_fp8():
     amax = torch.tensor([6.0, 6.5, 3.0, 1e-3])
     assert quant_fp8.pow2_scale(amax, quant_fp4.E2M1_MAX).tolist() == [127, 128, 126, 115]
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+def test_the_short_way_equals_packing_and_unpacking(size):
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(4)) * size
+    assert torch.equal(quant_fp4.fake_quant(x), quant_fp4.dequantise(*quant_fp4.quantise(x)))
+    assert torch.equal(quant_fp8.fake_quant(x, 64), quant_fp8.dequantise(*quant_fp8.quantise(x, 64), 64))
+    assert quant_fp4.fake_quant(torch.full((1, 32), math.nan)).isnan().all()

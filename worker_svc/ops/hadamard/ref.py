@@ -12,11 +12,14 @@ import torch
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """x [..., n], n a power of two -> same shape and dtype."""
     n = x.shape[-1]
-    y = x.float()
+    y = x.float().reshape(-1, n)
     half = 1
     while half < n:
-        pairs = y.view(*x.shape[:-1], n // (2 * half), 2, half)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        y = torch.stack((low + high, low - high), -2).view(x.shape)
+        pairs = y.view(-1, n // (2 * half), 2, half)
+        low, high = pairs.unbind(-2)
+        mixed = torch.empty_like(pairs)
+        torch.add(low, high, out=mixed.select(-2, 0))
+        torch.sub(low, high, out=mixed.select(-2, 1))
+        y = mixed.view(-1, n)
         half *= 2
-    return torch.mul(y, n**-0.5).to(x.dtype)
+    return torch.mul(y, n**-0.5).view(x.shape).to(x.dtype)

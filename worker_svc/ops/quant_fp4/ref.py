@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.ops.quant_fp8.ref import pow2_scale, scale_value
+from worker_svc.ops.quant_fp8.ref import pow2_scale, pow2_scale_value, scale_value
 
 E2M1_MAX = 6.0
 BLOCK = 32
@@ -17,20 +17,24 @@ MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Value of codes 0..7; bit 3 is the sign."""
 
 _VALUES = torch.tensor(MAGNITUDES + tuple(-m for m in MAGNITUDES), dtype=torch.float32)
-# Where the magnitude rounds up: ties go to the even code, so every second boundary includes its own value.
-_ABOVE = (0.25, 1.25, 2.5, 5.0)
-_FROM = (0.75, 1.75, 3.5)
+_SMALLEST, _LARGEST = 127, 129  # biased exponents of the binades [1, 2) and [4, 8)
+
+
+def _steps(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Binade of each value, int32 0 (below 2), 1 (below 4) or 2, and the distance of codes there: .5, 1 or 2.
+
+    Counted in steps, the codes of a binade are consecutive integers whose parity is the code's own, so rounding to
+    the nearest even integer is rounding to the nearest even code.
+    """
+    exponent = ((scaled.view(torch.int32) >> 23) & 0xFF).clamp_(_SMALLEST, _LARGEST)
+    return exponent - _SMALLEST, ((exponent - 1) << 23).view(torch.float32)
 
 
 def round_codes(scaled: torch.Tensor) -> torch.Tensor:
     """float32 values already divided by their scale -> uint8 codes 0..15, saturating at 6."""
-    magnitude = scaled.abs()
-    code = torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
-    for bound in _ABOVE:
-        code += magnitude > bound
-    for bound in _FROM:
-        code += magnitude >= bound
-    return code | (torch.signbit(scaled).to(torch.uint8) << 3)
+    binade, step = _steps(scaled)
+    code = (scaled.abs() / step).round_().clamp_(max=4).to(torch.int32) + 2 * binade
+    return code.clamp_(max=7).to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
@@ -59,7 +63,12 @@ def dequantise(packed: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 def fake_quant(x: torch.Tensor, floor: float = AMAX_FLOOR) -> torch.Tensor:
     """x as it reads back after `quantise`, in x's dtype."""
-    return dequantise(*quantise(x, floor)).to(x.dtype)
+    blocks = _blocked(x.float())
+    scale = pow2_scale_value(blocks.abs().amax(-1, keepdim=True).clamp_(min=floor), E2M1_MAX)
+    scaled = blocks / scale
+    _, step = _steps(scaled)
+    rounded = (scaled / step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
+    return rounded.mul_(scale).flatten(-2).to(x.dtype)
 
 
 def _blocked(x: torch.Tensor) -> torch.Tensor:

@@ -20,15 +20,26 @@ WEIGHT_BLOCK = 128
 _MAX = {torch.float8_e4m3fn: E4M3_MAX, torch.float8_e5m2: E5M2_MAX}
 
 
+_MANTISSA = 0x7FFFFF
+_LARGEST = 0x7F000000  # bits of 2^127, the largest scale: byte 254
+
+
 def pow2_scale(amax: torch.Tensor, limit: float) -> torch.Tensor:
     """uint8 exponents of s = 2^ceil(log2(amax / limit)), from the bits of the FP32 product amax * (1 / limit).
 
     amax: float32, positive (apply the floor first). A NaN or infinite amax gives the largest finite scale.
     """
-    inverse = torch.tensor(1.0 / limit, dtype=torch.float32, device=amax.device)
-    bits = (amax * inverse).view(torch.int32)
-    exponent = ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0)
-    return exponent.clamp(max=254).to(torch.uint8)
+    return (_ceiled_bits(amax, limit) >> 23).to(torch.uint8)
+
+
+def pow2_scale_value(amax: torch.Tensor, limit: float) -> torch.Tensor:
+    """float32 value of `pow2_scale`, for normal scales (any amax above limit * 2^-127)."""
+    return (_ceiled_bits(amax, limit) & ~_MANTISSA).view(torch.float32)
+
+
+def _ceiled_bits(amax: torch.Tensor, limit: float) -> torch.Tensor:
+    """int32 bits whose exponent is rounded up: a mantissa that is not zero carries into it."""
+    return (amax * (1.0 / limit)).view(torch.int32).clamp(max=_LARGEST) + _MANTISSA
 
 
 def scale_value(exponent: torch.Tensor) -> torch.Tensor:
@@ -59,8 +70,11 @@ def fake_quant(
     x: torch.Tensor, block: int, dtype: torch.dtype = torch.float8_e4m3fn, floor: float = AMAX_FLOOR
 ) -> torch.Tensor:
     """x as it reads back after `quantise`, in x's dtype."""
-    codes, exponent = quantise(x, block, dtype, floor)
-    return dequantise(codes, exponent, block).to(x.dtype)
+    limit = _MAX[dtype]
+    blocks = _blocked(x.float(), block)
+    scale = pow2_scale_value(blocks.abs().amax(-1, keepdim=True).clamp_(min=floor), limit)
+    rounded = (blocks / scale).clamp_(-limit, limit).to(dtype).float()
+    return _unblocked(rounded.mul_(scale), x.shape[-1]).to(x.dtype)
 
 
 def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
