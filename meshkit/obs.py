@@ -14,9 +14,10 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TextIO
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
 from prometheus_client.exposition import generate_latest
 
+from meshkit.address import Address, check_port
 from meshkit.config import env
 from meshkit.interceptors import request_id
 
@@ -90,16 +91,23 @@ def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class Family:
-    """One metric with labels from closed sets: a value outside its set is counted as `other`."""
+    """One metric with labels from closed sets: a value outside its set is counted as `other`.
 
-    def __init__(self, metric: Any, allowed: Mapping[str, Iterable[str]]) -> None:
+    A set given as None fills itself with the first values seen, up to the bound: for names that code alone makes.
+    """
+
+    def __init__(self, metric: Any, allowed: Mapping[str, Iterable[str] | None]) -> None:
         self._metric = metric  # Any: Counter, Gauge and Histogram share no public base class
-        self._allowed = {name: frozenset(values) for name, values in allowed.items()}
+        self._allowed = {name: set(values or ()) for name, values in allowed.items()}
+        self._open = [name for name, values in allowed.items() if values is None]
         self._children: dict[tuple[str, ...], Any] = {}
         for name, values in self._allowed.items():
             assert len(values) <= MAX_LABEL_VALUES, f"label {name} has {len(values)} values"
 
     def _child(self, labels: Mapping[str, str]) -> Any:
+        for name in self._open:
+            if len(self._allowed[name]) < MAX_LABEL_VALUES:
+                self._allowed[name].add(labels[name])
         key = tuple(labels[name] if labels[name] in values else "other" for name, values in self._allowed.items())
         child = self._children.get(key)
         if child is None:
@@ -125,14 +133,20 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-    def counter(self, name: str, text: str, **labels: Iterable[str]) -> Family:
+    def counter(self, name: str, text: str, **labels: Iterable[str] | None) -> Family:
         return Family(Counter(name, text, tuple(labels), registry=self.registry), labels)
 
-    def gauge(self, name: str, text: str, **labels: Iterable[str]) -> Family:
+    def gauge(self, name: str, text: str, **labels: Iterable[str] | None) -> Family:
         return Family(Gauge(name, text, tuple(labels), registry=self.registry), labels)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str]) -> Family:
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], **labels: Iterable[str] | None) -> Family:
         return Family(Histogram(name, text, tuple(labels), registry=self.registry, buckets=buckets), labels)
+
+    def listen(self, port: int) -> None:
+        """Serve /metrics on loopback from a thread of its own; 0 does nothing."""
+        if port:
+            check_port(Address("127.0.0.1", port))
+            start_http_server(port, "127.0.0.1", registry=self.registry)
 
     def render(self) -> bytes:
         """Prometheus text format."""

@@ -1,0 +1,46 @@
+"""Section [scheduler] of the config file, and the core's limits that follow from it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshkit.command import option
+from meshkit.config import FieldError
+from scheduler_svc.core.config import SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Run the scheduler of one model instance: gateways and workers dial it."""
+
+    listen: str = option("unix:/run/v4mesh/scheduler.sock", "Address: unix:PATH or HOST:PORT.")
+    insecure: bool = option(False, "Allow plain TCP beyond loopback.")
+    reflection: bool = option(False, "Describe the services to grpcurl and the like.")
+    workers: tuple[str, ...] = option((), "Names of the worker groups to expect, comma separated.")
+    depth: int = option(1, "Step frames in a worker's hands at once, 1 to 3.")
+    chunk_tokens: int = option(2048, "Most tokens in one step; the worker's own limit also binds.")
+    queue_requests: int = option(4096, "Waiting choices before new ones are refused.")
+    queue_bytes: int = option(1 << 30, "Bytes of waiting prompts before new ones are refused.")
+    drain_s: float = option(30.0, "Seconds that running requests get on SIGTERM.")
+    metrics_port: int = option(0, "Port of /metrics on loopback, 0 for none.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe lines to log.")
+    log_format: Literal["text", "json"] = option("text", "Form of the log lines.")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= 3:
+            raise FieldError("depth", "must be 1, 2 or 3")
+        for name in ("chunk_tokens", "queue_requests", "queue_bytes"):
+            if getattr(self, name) < 1:
+                raise FieldError(name, "must be positive")
+        if not 0 <= self.metrics_port < 65536:
+            raise FieldError("metrics_port", "must be 0 to 65535")
+
+    def limits(self, build: str) -> SchedulerLimits:
+        """What the core gets to know of these options."""
+        return SchedulerLimits(
+            depth=self.depth,
+            chunk_tokens=self.chunk_tokens,
+            workers=self.workers,
+            build=build,
+            queue_requests=self.queue_requests,
+            queue_bytes=self.queue_bytes,
+        )

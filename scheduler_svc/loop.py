@@ -1,0 +1,82 @@
+"""The scheduler's shell: streams and calls to events, the core's effects back. No decisions."""
+
+import asyncio
+import random
+import secrets
+from typing import Final
+
+from meshkit.core import Called, Reply
+from meshkit.frames import Submit, SubmitReply
+from meshkit.health import Health
+from meshkit.obs import Metrics, Tracing
+from meshkit.shell import Context, Peer, Shell
+from meshkit.wire import Link
+from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.spans import RequestSpans
+
+DOWN: Final[dict[Peer, Link]] = {"gateway": Link.GATEWAY_DOWN, "worker": Link.WORKER_DOWN}
+
+
+class SchedulerLoop:
+    """Owns the core; `servicer` calls in, `__main__` runs it. Make it inside the event loop."""
+
+    def __init__(self, limits: SchedulerLimits, health: Health, metrics: Metrics, tracing: Tracing) -> None:
+        self.core = Scheduler(limits, random.Random(secrets.randbits(128)), secrets.randbits(64) | 1)
+        self.shell = Shell(RequestSpans(self.core, tracing), self._effect, metrics)
+        self._health = health
+        self._calls: dict[int, asyncio.Future[SubmitReply]] = {}
+        self._call = 0
+        self._drained = asyncio.Event()
+
+    async def run(self) -> None:
+        """The core's life; also tells the health service whether a worker serves."""
+        watcher = asyncio.create_task(self._watch_ready())
+        try:
+            await self.shell.run()
+        finally:
+            watcher.cancel()
+
+    async def submit(self, request: Submit) -> SubmitReply:
+        self._call += 1
+        call = self._call
+        reply: asyncio.Future[SubmitReply] = asyncio.get_running_loop().create_future()
+        self._calls[call] = reply
+        self.shell.post(Called(call, request))
+        try:
+            return await reply
+        finally:
+            self._calls.pop(call, None)
+
+    async def attach(self, peer: Peer, context: Context) -> None:
+        """Serve one stream until either side ends it."""
+        await self.shell.serve(peer, DOWN[peer], context)
+
+    def drain(self) -> None:
+        """Stop admitting; accepted requests go on."""
+        self.shell.post(Drain())
+
+    async def finish(self) -> None:
+        """Drain, wait until nothing runs, say Bye on every stream."""
+        try:
+            self.drain()
+            await self._drained.wait()
+        finally:
+            self.shell.farewell("the scheduler is shutting down")
+
+    def _effect(self, effect: object) -> None:
+        match effect:
+            case Reply(call=call, reply=reply):
+                waiting = self._calls.get(call)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+            case Drained():
+                self._drained.set()
+            case _:
+                raise AssertionError(f"unknown effect {effect}")
+
+    async def _watch_ready(self) -> None:
+        while True:
+            await self._health.set_ready(self.core.status().ready)
+            await asyncio.sleep(0.1)
