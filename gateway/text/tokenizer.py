@@ -91,8 +91,10 @@ class Tokenizer:
             raise TokenizerFileError(f"{config_path}: not valid JSON: {exc}") from exc
         try:
             return cls(spec, config)
-        except KeyError as exc:
-            raise TokenizerFileError(f"{path}: {exc} is missing") from exc
+        except TokenizerFileError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise TokenizerFileError(f"{path}: a part is missing or has an unexpected shape: {exc!r}") from exc
 
     @property
     def vocab_size(self) -> int:
