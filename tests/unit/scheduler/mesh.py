@@ -79,6 +79,7 @@ class Mesh:
         self.replies, self.effects, self.wake = {}, [], 0
         self.next_conn, self.next_call, self.next_id = 1, 1, 1
         self.drained = False
+        self.beat = 0
 
     # ---- plumbing ----
 
@@ -128,9 +129,8 @@ class Mesh:
         end = self.now + ms * MS
         while self.now < end:
             self.now = min(end, self.now + 250 * MS)
-            for peer in list(self.conns.values()) if beats else []:
-                if peer.conn in self.conns and getattr(peer, "attach_id", 0):
-                    self.up(peer, f.Heartbeat(getattr(peer, "step", 0), 0))
+            if beats:
+                self.beats()
             self.event(Tick())
 
     # ---- workers ----
@@ -152,8 +152,16 @@ class Mesh:
             return False
         frame = worker.frames.popleft()
         self.now += 5 * MS
+        if self.now >= self.beat:
+            self.beats()
         self.up(worker, worker.run(frame))
         return True
+
+    def beats(self):
+        self.beat = self.now + 500 * MS
+        for peer in list(self.conns.values()):
+            if peer.conn in self.conns and getattr(peer, "attach_id", 0):
+                self.up(peer, f.Heartbeat(getattr(peer, "step", 0), 0))
 
     def steps(self, n):
         for _ in range(n):
@@ -162,7 +170,8 @@ class Mesh:
 
     def run(self, limit=5000):
         for _ in range(limit):
-            if not any([self.step(w) for w in list(self.workers.values())]):
+            ran = [self.step(w) for w in list(self.workers.values())]
+            if not any(ran):
                 return
         raise AssertionError("does not come to rest")
 
@@ -257,6 +266,7 @@ class Mesh:
 
     def idle(self):
         """Every pool is back to free, on both sides, and no fault was counted."""
+        self.run()
         load = self.core.load()
         for name in ("pages", "tails", "slots"):
             assert load[f"{name}_owned"] == load[f"{name}_cached"] == 0, load
