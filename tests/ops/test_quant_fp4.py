@@ -108,3 +108,11 @@ def test_the_short_way_equals_packing_and_unpacking(size):
     assert torch.equal(quant_fp4.fake_quant(x), quant_fp4.dequantise(*quant_fp4.quantise(x)))
     assert torch.equal(quant_fp8.fake_quant(x, 64), quant_fp8.dequantise(*quant_fp8.quantise(x, 64), 64))
     assert quant_fp4.fake_quant(torch.full((1, 32), math.nan)).isnan().all()
+
+
+def test_no_rows_are_fine():
+    for rows in ((0, 64), (3, 0, 64)):
+        x = torch.zeros(rows)
+        assert quant_fp4.dequantise(*quant_fp4.quantise(x)).shape == rows == quant_fp4.fake_quant(x).shape
+        assert quant_fp8.dequantise(*quant_fp8.quantise(x, 64), 64).shape == rows == quant_fp8.fake_quant(x, 64).shape
+        assert hadamard(x).shape == rows

@@ -73,4 +73,4 @@ def fake_quant(x: torch.Tensor, floor: float = AMAX_FLOOR) -> torch.Tensor:
 
 def _blocked(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> [..., n / 32, 32]."""
-    return x.reshape(*x.shape[:-1], -1, BLOCK)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)

@@ -99,7 +99,7 @@ def _blocked(x: torch.Tensor, block: int) -> torch.Tensor:
     short = -x.shape[-1] % block
     if short:
         x = torch.nn.functional.pad(x, (0, short))
-    return x.reshape(*x.shape[:-1], -1, block)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
 def _unblocked(x: torch.Tensor, n: int) -> torch.Tensor:
