@@ -4,6 +4,7 @@ Nothing is ever downloaded. A folder counts as a model when it holds config.json
 folder does hold and which folder was probably meant. What is inside is the loader's concern.
 """
 
+import json
 import os
 from pathlib import Path
 from typing import Final
@@ -41,6 +42,15 @@ def resolve_model(name_or_path: str | Path) -> Path:
         f"no model {name} on this machine; nothing is downloaded. Looked in {places}. "
         f"Fetch it first (hf download {name}), pass a folder, or take the shipped {DEFAULT_NAMES[0]}"
     )
+
+
+def served_name(folder: Path) -> str:
+    """The name clients see: `served_model_name` of the folder's v4mesh.json, else the folder's own name."""
+    try:
+        told = json.loads((folder / "v4mesh.json").read_bytes())["served_model_name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.resolve().name
+    return told if isinstance(told, str) and told else folder.resolve().name
 
 
 def hub_cache() -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshkit.errors import ModelDirError, PermError
-from meshkit.models import DEFAULT_MODEL, resolve_model
+from meshkit.models import DEFAULT_MODEL, resolve_model, served_name
 
 HUB_ID = "deepseek-ai/DeepSeek-V4-Flash"
 
@@ -83,3 +83,12 @@ def test_unreadable_config_names_owner_and_mode(here, monkeypatch):
         PermError, match=r"cannot read .*config.json: owner \d+ mode 0\d{3}, we are uid \d+\. chmod a\+r"
     ):
         resolve_model(folder)
+
+
+def test_served_name(here):
+    assert served_name(DEFAULT_MODEL) == "v4-nano"
+    folder = make_model(here / "flash")
+    assert served_name(folder) == "flash"
+    for text in ("[]", "{", '{"served_model_name": 3}', '{"served_model_name": ""}'):
+        (folder / "v4mesh.json").write_text(text)
+        assert served_name(folder) == "flash"

@@ -1,0 +1,53 @@
+"""Section [worker] of the config file."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshkit.address import parse_address
+from meshkit.command import option
+from meshkit.config import FieldError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Run one worker group: load a model and execute the steps of the scheduler that it dials."""
+
+    scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "Address of the scheduler.")
+    listen: str = option("", "Address for health checks (default: GROUP.sock beside the scheduler's socket).")
+    insecure: bool = option(False, "Allow plain TCP beyond loopback for --listen.")
+    group: str = option("worker", "Name of this worker group; unique per scheduler.")
+    model: str = option("", "Model folder or hub id found on this machine (default: the shipped V4-nano).")
+    served_model_name: str = option("", "Name that clients see (default: the checkpoint's own).")
+    device: str = option("cpu", "Where to compute.")
+    quantization: str = option("auto", "Run-time quantisation; auto = exact maths on dequantised weights.")
+    kv_cache_dtype: str = option("auto", "Format of the KV cache.")
+    indexer_dtype: str = option("auto", "Format of the indexer's keys.")
+    deterministic: bool = option(False, "Bit-equal results whatever else is in the batch; slower.")
+    slots: int = option(16, "Choices that run at once.")
+    pages: int = option(0, "KV pages of 256 tokens, 0 = as many as kv_memory holds.")
+    tails: int = option(0, "Resumable prefix ends kept, spares of running slots included; 0 = 4 per slot.")
+    kv_memory: int = option(0, "Bytes for KV, 0 = a quarter of the free memory, at most 4 GiB.")
+    max_step_tokens: int = option(0, "Most tokens in one step, 0 = measured so that a step takes half a second.")
+    threads: int = option(0, "CPU threads, 0 = one per physical core.")
+    metrics_port: int = option(0, "Port of /metrics on loopback, 0 for none.")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe lines to log.")
+    log_format: Literal["text", "json"] = option("text", "Form of the log lines.")
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise FieldError("device", "must be cpu: this version has no GPU executor yet")
+        for name in ("pages", "tails", "kv_memory", "max_step_tokens", "threads"):
+            if getattr(self, name) < 0:
+                raise FieldError(name, "must be 0 (automatic) or positive")
+        if self.slots < 1:
+            raise FieldError("slots", "at least 1")
+        if not self.group or "/" in self.group or len(self.group) > 64:
+            raise FieldError("group", "must be a short name without /")
+
+    @property
+    def health_address(self) -> str:
+        """Where health checks are answered."""
+        if self.listen:
+            return self.listen
+        scheduler = parse_address(self.scheduler)
+        return "127.0.0.1:0" if scheduler.path is None else f"unix:{scheduler.path.parent / self.group}.sock"
