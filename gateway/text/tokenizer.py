@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gateway.text.added_tokens import AddedTokenFinder, added_token
 from gateway.text.bpe import BytePairMerger
+from gateway.text.pretoken_cache import PretokenCache
 from gateway.text.pretokenizer import Pretokenizer, TokenizerFileError
 
 CACHE_BYTES: Final = 32 * 1024 * 1024
 """Estimated memory of the pretoken cache."""
 _CACHED_LENGTH: Final = 64
-_ENTRY_OVERHEAD: Final = 200
 _CHUNK: Final = 4096
 
 
@@ -32,16 +32,6 @@ class PromptTooLong(ValueError):  # noqa: N818 - named after what it reports, as
         self.at_least = at_least
 
 
-@dataclass(frozen=True, slots=True)
-class AddedToken:
-    """One entry of `added_tokens`: matched as a whole in raw text before any splitting."""
-
-    id: int
-    content: str
-    special: bool
-    normalized: bool
-
-
 class Tokenizer:
     """One vocabulary. Immutable but for its cache; calls from several threads are safe."""
 
@@ -49,7 +39,7 @@ class Tokenizer:
         """`spec` is the parsed tokenizer.json, `config` the parsed tokenizer_config.json if there is one."""
         _check_parts(spec)
         vocab: dict[str, int] = spec["model"]["vocab"]
-        added = [_added_token(entry) for entry in spec.get("added_tokens", [])]
+        added = [added_token(entry) for entry in spec.get("added_tokens", [])]
         self.config: Mapping[str, Any] = config or {}
         self._pretokenizer = Pretokenizer.from_json(spec.get("pre_tokenizer"))
         self._merger = BytePairMerger(_byte_ids(vocab), _merges(spec["model"]["merges"], vocab))
@@ -69,8 +59,8 @@ class Tokenizer:
         self._longest = max(len(data) for data in self._bytes)
         self._texts = _whole_texts(self._bytes)
         # Tokens that skip normalisation are found first, the others in what is left.
-        self._finders = [_AddedFinder([t for t in added if t.normalized is kind]) for kind in (False, True)]
-        self._cache = _PretokenCache(CACHE_BYTES)
+        self._finders = [AddedTokenFinder([t for t in added if t.normalized is kind]) for kind in (False, True)]
+        self._cache = PretokenCache(CACHE_BYTES)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -182,82 +172,6 @@ class Tokenizer:
         return found
 
 
-class _AddedFinder:
-    """Finds added tokens in text: leftmost first, the longest at each place."""
-
-    def __init__(self, tokens: list[AddedToken]) -> None:
-        self._root: dict[str, Any] = {}
-        for token in tokens:
-            node = self._root
-            for char in token.content:
-                node = node.setdefault(char, {})
-            node[""] = token.id
-
-    def cut(self, text: str) -> list[str | int]:
-        """Strings and ids in order; strings may be empty."""
-        out: list[str | int] = []
-        start = 0
-        for at in self._candidates(text):
-            if at < start:
-                continue
-            found, end = self._longest_at(text, at)
-            if found is not None:
-                out += [text[start:at], found]
-                start = end
-        out.append(text[start:])
-        return out
-
-    def _candidates(self, text: str) -> list[int]:
-        """Ascending places where a token's first character stands."""
-        places: list[int] = []
-        for char in self._root:
-            at = text.find(char)
-            while at >= 0:
-                places.append(at)
-                at = text.find(char, at + 1)
-        places.sort()
-        return places
-
-    def _longest_at(self, text: str, at: int) -> tuple[int | None, int]:
-        node = self._root
-        found, end = None, at
-        for place in range(at, len(text)):
-            child = node.get(text[place])
-            if child is None:
-                break
-            node = child
-            if "" in node:
-                found, end = node[""], place + 1
-        return found, end
-
-
-class _PretokenCache:
-    """Bounded map from pretoken to ids in two generations: when the young one is full it replaces the old one.
-
-    A hit in the old generation moves the entry to the young one, so what is used stays. Races between threads can
-    lose an entry, never give a wrong one.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._half = limit_bytes // 2
-        self._young: dict[str, list[int]] = {}
-        self._old: dict[str, list[int]] = {}
-        self._young_bytes = 0
-
-    def get(self, piece: str) -> list[int] | None:
-        found = self._young.get(piece)
-        if found is None and (found := self._old.get(piece)) is not None:
-            self.put(piece, found)
-        return found
-
-    def put(self, piece: str, ids: list[int]) -> None:
-        # A str takes at most 4 bytes a character, a list 8 a pointer; small ids beyond 256 are objects of 32 bytes.
-        self._young_bytes += _ENTRY_OVERHEAD + 4 * len(piece) + 40 * len(ids)
-        if self._young_bytes > self._half:
-            self._old, self._young, self._young_bytes = self._young, {}, 0
-        self._young[piece] = ids
-
-
 def _scalars(text: str) -> tuple[str, int]:
     """The text with lone surrogates replaced by U+FFFD (surrogate pairs joined), and its UTF-8 length in bytes."""
     try:
@@ -315,16 +229,6 @@ def _merges(entries: list[Any], vocab: Mapping[str, int]) -> dict[tuple[int, int
         except KeyError as exc:
             raise TokenizerFileError(f"tokenizer.json: merge {rank} ({left!r}, {right!r}): {exc} not in vocab") from exc
     return table
-
-
-def _added_token(entry: Mapping[str, Any]) -> AddedToken:
-    for flag in ("lstrip", "rstrip", "single_word"):
-        if entry.get(flag):
-            raise TokenizerFileError(f"tokenizer.json: added token {entry.get('content')!r}: {flag} is not supported")
-    token = AddedToken(entry["id"], entry["content"], bool(entry.get("special")), bool(entry.get("normalized", True)))
-    if not token.content:
-        raise TokenizerFileError(f"tokenizer.json: added token {token.id} is empty")
-    return token
 
 
 def _check_parts(spec: Mapping[str, Any]) -> None:
