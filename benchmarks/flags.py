@@ -11,7 +11,7 @@ from unittest import mock
 
 from meshkit.cli.flag_table import FLAGS, VARIABLES
 from meshkit.cli.main import main
-from meshkit.cli.model_folder import DEFAULT_MODEL
+from meshkit.models import DEFAULT_MODEL
 
 TITLE = "flags and variables of the operators' guide: understood, in effect, waiting for a part"
 LAUNCH = (

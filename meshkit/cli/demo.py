@@ -11,9 +11,9 @@ import click
 from meshkit.cli.clients import client_snippets
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
-from meshkit.cli.model_folder import find_model, served_name
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.cli.turn import stream_turn
+from meshkit.cli.up import UpConfig, make_plan
 from meshkit.exit_codes import Exit, Problem
 
 QUESTION = "Tell me a story about a fox."
@@ -28,8 +28,7 @@ QUESTION = "Tell me a story about a fox."
 @click.pass_obj
 def demo(screen: Screen, *, model: str | None, question: str, max_tokens: int, seed: int) -> int:
     """Start a mesh, stream one answer, stop, and say how to go on."""
-    folder = find_model(model)
-    plan = MeshPlan(model=folder, name=served_name(folder), port=0, worker_flags=("--device", "cpu"))
+    plan = make_plan(UpConfig(model=model or "", port=0), None)
 
     def ready(running: MeshPlan, seconds: float) -> None:
         screen.note(f"ready in {seconds:.1f} s · {running.url} · model {running.name}")

@@ -17,9 +17,10 @@ from typing import Literal
 
 import click
 
+from meshkit.address import MAX_UNIX_PATH
 from meshkit.cli.mesh import DEFAULT_PORT
 from meshkit.cli.model_folder import check_model_folder, find_model, weight_bytes
-from meshkit.cli.preflight import LONGEST_SOCKET_NAME, LONGEST_SOCKET_PATH, check_port
+from meshkit.cli.preflight import LONGEST_SOCKET_NAME, check_port
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import environment
 from meshkit.exit_codes import Exit, Problem, ProblemsError
@@ -202,8 +203,8 @@ def sockets_row() -> Iterator[Row]:
         if not parent or not os.access(parent, os.W_OK | os.X_OK):
             continue
         length = len(os.fsencode(Path(parent) / "v4mesh-xxxxxxxx")) + len(LONGEST_SOCKET_NAME)
-        if length <= LONGEST_SOCKET_PATH:
-            yield Row("sockets", "ok", f"{parent} ({length} of {LONGEST_SOCKET_PATH} bytes for a socket's path)")
+        if length <= MAX_UNIX_PATH:
+            yield Row("sockets", "ok", f"{parent} ({length} of {MAX_UNIX_PATH} bytes for a socket's path)")
             return
     yield Row("sockets", "fail", "no short writable folder for unix sockets", "v4mesh up --run-dir /short/path", 3)
 

@@ -4,35 +4,29 @@ Each check returns the problems it sees; `up` reports them together and starts n
 """
 
 import contextlib
-import errno
 import os
-import shlex
 import shutil
 import socket
 import stat
 import tempfile
 from pathlib import Path
 
+from meshkit.address import MAX_UNIX_PATH, Address
+from meshkit.address import check_port as _check_port
 from meshkit.cli.model_folder import weight_bytes
+from meshkit.errors import PortError
 from meshkit.exit_codes import Exit, Problem
 
-LONGEST_SOCKET_PATH = 107  # bytes of sun_path on Linux without its closing zero
 LONGEST_SOCKET_NAME = "/scheduler.sock"
 
 
 def check_port(host: str, port: int) -> list[Problem]:
     """Can we listen there? Names the process that already does, as far as we may see it."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as e:
-        return [Problem("PORT", Exit.PORT, f"--host {host}: {e.strerror}", "--host 127.0.0.1, or 0.0.0.0 for all")]
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as e:
-            return [_port_problem(host, port, e)]
+        _check_port(Address(host.strip("[]"), port))
+    except PortError as e:
+        fact, _, fix = e.message.partition(". ")
+        return [Problem("PORT", Exit.PORT, fact, fix)]
     return []
 
 
@@ -42,36 +36,6 @@ def free_port(host: str) -> int:
     with socket.socket(family, kind, proto) as probe:
         probe.bind(address)
         return int(probe.getsockname()[1])
-
-
-def _port_problem(host: str, port: int, error: OSError) -> Problem:
-    if error.errno == errno.EADDRINUSE:
-        fact = f"{host}:{port} is in use by {port_owner(port)}"
-        return Problem("PORT", Exit.PORT, fact, "stop it, or --port 0 picks a free one")
-    if error.errno == errno.EADDRNOTAVAIL:
-        return Problem("PORT", Exit.PORT, f"--host {host} is no address of this machine", "--host 0.0.0.0 for all")
-    if error.errno == errno.EACCES:
-        return Problem("PORT", Exit.PORT, f"port {port} needs privileges we do not have", "take one from 1024 up")
-    return Problem("PORT", Exit.PORT, f"cannot listen on {host}:{port}: {error.strerror}")
-
-
-def port_owner(port: int) -> str:
-    """`pid 4121 (python -m http.server)`, or what little the system lets us see."""
-    import psutil
-
-    unknown = "another user's process"
-    try:
-        found = psutil.net_connections(kind="tcp")
-    except psutil.AccessDenied:
-        return unknown
-    pids = [c.pid for c in found if c.status == psutil.CONN_LISTEN and c.laddr and c.laddr.port == port and c.pid]
-    if not pids:
-        return unknown
-    try:
-        command = shlex.join(psutil.Process(pids[0]).cmdline())
-    except psutil.Error:
-        return f"pid {pids[0]}"
-    return f"pid {pids[0]} ({command if len(command) <= 80 else command[:77] + '...'})"
 
 
 def check_memory(model: Path) -> list[Problem]:
@@ -123,15 +87,13 @@ def check_run_folder(folder: Path) -> list[Problem]:
         problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, f"chmod 700 {folder}, or another --run-dir"))
     if not _fits(folder):
         length = len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME)
-        fact = (
-            f"{folder} is too long for a unix socket: {length} bytes with the socket's name, {LONGEST_SOCKET_PATH} fit"
-        )
+        fact = f"{folder} is too long for a unix socket: {length} bytes with the socket's name, {MAX_UNIX_PATH} fit"
         problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, "give a short --run-dir, such as /tmp/v4mesh"))
     return problems
 
 
 def _fits(folder: Path) -> bool:
-    return len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= LONGEST_SOCKET_PATH
+    return len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= MAX_UNIX_PATH
 
 
 def remove_stale_run_folders(parent: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshkit.cli.screen import Screen
+from meshkit.exit_codes import is_permanent
 from meshkit.supervisor import ServiceEvent
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Progress:
                 self._last_words(event)
             case "gave_up":
                 self.state[name] = "failed"
-                self._service(name, f"{how_it_ended(event.status)}; a restart would not help", "red")
+                why = "a restart would not help" if is_permanent(event.status) else "it never got ready"
+                self._service(name, f"{how_it_ended(event.status)}; given up: {why}", "red")
                 self._last_words(event)
             case "stopped":
                 self.state[name] = "stopped"

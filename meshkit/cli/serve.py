@@ -15,7 +15,7 @@ from meshkit.cli.config_file import check_config, config_path
 from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
 from meshkit.cli.mesh import MeshPlan, run_mesh
 from meshkit.cli.screen import Screen, shared_options
-from meshkit.cli.up import UpConfig, banner, make_plan, print_commands, warn_if_open
+from meshkit.cli.up import UpConfig, banner, plan_or_refuse, print_commands, warn_if_open
 from meshkit.config import environment, load
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
@@ -51,10 +51,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     flags |= {k: values.get(k) for k in UP_FIELDS}
     config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value
     problems += check_config(file)
-    try:
-        plan = make_plan(config, file)
-    except ProblemsError as e:
-        raise ProblemsError([*problems, *e.problems]) from e
+    plan = plan_or_refuse(config, file, problems)
     problems += check_scheme(plan.model, config.quantization)
     if problems and launcher == "print":
         raise ProblemsError(problems)

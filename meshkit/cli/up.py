@@ -14,10 +14,12 @@ import click
 from meshkit.cli.clients import client_snippets
 from meshkit.cli.config_file import check_config, config_path
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
-from meshkit.cli.model_folder import find_model, served_name
+from meshkit.cli.model_folder import find_model
+from meshkit.cli.preflight import check_port
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import FieldError, load
-from meshkit.exit_codes import Exit, ProblemsError
+from meshkit.exit_codes import Exit, Problem, ProblemsError
+from meshkit.models import served_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,7 @@ def up(
     file = config_path(screen)
     config = load(UpConfig, "up", file=file, flags={"model": model or model_path, **flags}).value
     problems = check_config(file)
-    try:
-        plan = make_plan(config, file)
-    except ProblemsError as e:
-        raise ProblemsError([*problems, *e.problems]) from e
+    plan = plan_or_refuse(config, file, problems)
     if print_clients:
         screen.result(client_snippets(plan.url, plan.name))
         return int(Exit.OK)
@@ -89,18 +88,28 @@ def up(
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
 
 
+def plan_or_refuse(config: UpConfig, file: Path | None, problems: list[Problem]) -> MeshPlan:
+    """The plan; where there can be none, everything else that is wrong is reported with it."""
+    try:
+        return make_plan(config, file)
+    except ProblemsError as e:
+        taken = check_port(config.host, config.port) if config.port else []
+        raise ProblemsError([*problems, *e.problems, *taken]) from e
+
+
 def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     """The mesh that a configuration means; raises ProblemsError where the model is not on this machine."""
     folder = find_model(config.model)
     shared = ("--config", str(file)) if file else ()
-    gateway = ["--drain-seconds", "1.5"]  # Ctrl-C at a terminal: running answers get a moment, not half a minute
-    if config.served_model_name:
-        gateway += ["--served-model-name", config.served_model_name]
+    hub_id = config.model if folder.parent.name == "snapshots" else ""  # there the folder's name is a revision
+    name = config.served_model_name or hub_id or served_name(folder)
+    gateway = ["--served-model-name", name]
+    gateway += ["--drain-seconds", "1.5"]  # Ctrl-C at a terminal: running answers get a moment, not half a minute
     if config.api_key_file:
         gateway += ["--api-key-file", config.api_key_file]
     elif not is_loopback(config.host):
         gateway += ["--insecure"]  # asked for by naming an address beyond loopback; `warn_if_open` says what it means
-    worker = ["--device", config.device]
+    worker = ["--served-model-name", name, "--device", config.device]
     if config.quantization:
         worker += ["--quantization", config.quantization]
     if config.kv_cache_dtype:
@@ -109,7 +118,7 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
         worker += ["--deterministic"]
     return MeshPlan(
         model=folder,
-        name=config.served_model_name or served_name(folder),
+        name=name,
         host=config.host,
         port=config.port,
         run_dir=config.run_dir or None,

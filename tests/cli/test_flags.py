@@ -15,8 +15,8 @@ from meshkit.cli.flag_table import (
     variable_names,
 )
 from meshkit.cli.main import main
-from meshkit.cli.model_folder import DEFAULT_MODEL
 from meshkit.exit_codes import Exit
+from meshkit.models import DEFAULT_MODEL
 
 LAUNCH = """
 serve --model-path {model} --tp 4 --ep-size 8 --enable-expert-parallel --enable-deepep
