@@ -12,7 +12,6 @@ from typing import Any, Final
 import grpc
 
 from meshkit.address import Address, parse_address
-from meshkit.config import default_environment
 from meshkit.interceptors import DeadlineClient
 
 Options = tuple[tuple[str, int | str], ...]
@@ -49,9 +48,6 @@ SERVER_OPTIONS: Final[Options] = (
 REPLICA_CONFIG: Final = json.dumps(
     {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": "v4mesh.ready"}}
 )
-
-# The core's fork handlers are for programs that fork after using gRPC; this mesh spawns. Its log repeats what we raise.
-default_environment({"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"})
 
 
 def open_channel(target: str | Address, *, replicas: bool = False, pool: str = "") -> grpc.aio.Channel:

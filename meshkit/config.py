@@ -23,6 +23,11 @@ ENV_PREFIX: Final = "V4MESH_"
 
 C = TypeVar("C")
 
+# gRPC reads these when it is imported, which every service does after this module. Its fork handlers are for programs
+# that fork after using it (this mesh spawns), its log repeats what we raise.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([kKmMgGtT]?)(i?)([bB]?)")
 _POWER: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BOOLS: Final = {
@@ -65,12 +70,6 @@ def environment() -> Mapping[str, str]:
 def env(name: str, default: str = "") -> str:
     """One variable of the environment; unset and empty are the same."""
     return os.environ.get(name) or default
-
-
-def default_environment(values: Mapping[str, str]) -> None:
-    """Variables that libraries read from the environment, unless the operator has set them."""
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
 
 
 def parse_size(text: str) -> int:

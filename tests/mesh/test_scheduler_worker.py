@@ -1,0 +1,399 @@
+"""Scheduler and worker over real gRPC on unix sockets, in one process, with an executor whose tokens are arithmetic.
+
+The executor's next id depends on the id and the position fed last, so a lost, doubled or misplaced token shows at once.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+
+import grpc
+import numpy as np
+import pytest
+from meshpb.v1 import scheduler_pb2 as pb
+from meshpb.v1 import scheduler_pb2_grpc, worker_pb2
+
+from meshkit import wire
+from meshkit.channel import open_channel
+from meshkit.errors import BadRequest
+from meshkit.frames import (
+    CancelRows,
+    Envelope,
+    GatewayHello,
+    GatewayHelloAck,
+    Heartbeat,
+    SchedulerStatus,
+    Submit,
+    SubmitChoice,
+    TokenFrame,
+    Verdict,
+)
+from meshkit.health import Health
+from meshkit.obs import Metrics, start_tracing
+from meshkit.testing import serving, until
+from meshkit.types import PROTO_REV, FinishReason, ModelInfo, SamplingParams
+from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.loop import SchedulerLoop
+from scheduler_svc.servicer import SchedulerServicer
+from worker_svc.compute import ComputeThread
+from worker_svc.core.table import PoolConfig
+from worker_svc.core.work import RowOutcome, StepOutcome
+from worker_svc.loop import WorkerLoop
+
+VOCAB = 1000
+MODEL = ModelInfo(
+    name="arithmetic", revision="r1", vocab_size=VOCAB, max_context=4096, eos_ids=(0,), kv_layout_id="none"
+)
+POOLS = PoolConfig(slots=8, pages=64, tails=16, max_step_tokens=256)
+
+
+def next_id(token, position):
+    return 1 + (token * 31 + position * 7) % (VOCAB - 1)
+
+
+def expected(prompt, count):
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_id(ids[-1], len(ids) - 1))
+    return ids[len(prompt) :]
+
+
+class ArithmeticExecutor:
+    """Implements `worker_svc.core.work.Executor`. `fail_at` makes that step raise once."""
+
+    def __init__(self, step_s=0.0, fail_at=None):
+        self.step_s, self.fail_at, self.steps = step_s, fail_at, 0
+
+    def run(self, work):
+        self.steps += 1
+        time.sleep(self.step_s)
+        if self.steps == self.fail_at:
+            raise RuntimeError("the device fell off the bus")
+        rows = []
+        for row in work.rows:
+            token = next_id(row.ids[-1], row.start + len(row.ids) - 1)
+            rows.append(RowOutcome((token,) if row.sample_last else ()))
+        return StepOutcome(rows=tuple(rows))
+
+    def refresh(self, saves):
+        assert saves
+
+
+class Gateway:
+    """The gateway's side of AttachGateway and Submit, by hand."""
+
+    def __init__(self, address, name="g0"):
+        self.address, self.name = address, name
+        self.tokens, self.finished, self.errors = {}, {}, {}
+        self.status = None
+        self.attach_id = 0
+        self.closed = None
+        self._rows = itertools.count()
+
+    async def __aenter__(self):
+        self._channel = open_channel(self.address)
+        self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self.call = self.stub.AttachGateway()
+        await self.send(GatewayHello(self.name, 7, "test", PROTO_REV))
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
+        await until(lambda: self.attach_id)
+        return self
+
+    async def __aexit__(self, *_):
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.call.cancel()
+        await self._channel.close()
+
+    async def send(self, frame):
+        await self.call.write(wire.encode(Envelope(self.attach_id, frame), wire.Link.GATEWAY_UP))
+
+    async def _read(self):
+        try:
+            while (message := await self.call.read()) is not grpc.aio.EOF:
+                envelope = wire.decode(message)
+                match envelope.frame:
+                    case GatewayHelloAck():
+                        self.attach_id = envelope.attach_id
+                    case SchedulerStatus() as status:
+                        self.status = status
+                    case TokenFrame() as frame:
+                        self._take(frame)
+            self.closed = "EOF"
+        except grpc.aio.AioRpcError as error:
+            self.closed = error.code().name
+
+    async def _beat(self):
+        while True:
+            await asyncio.sleep(0.5)
+            await self.send(Heartbeat())
+
+    def _take(self, frame):
+        at = 0
+        for index, row in enumerate(frame.rows.tolist()):
+            count = int(frame.counts[index])
+            have = self.tokens.setdefault(row, [])
+            assert frame.bases[index] == len(have), "a gap or an overlap"
+            have += frame.ids[at : at + count].tolist()
+            at += count
+            if frame.finishes[index]:
+                assert row not in self.finished, "two ends"
+                self.finished[row] = FinishReason(int(frame.finishes[index]))
+        for error in frame.errors:
+            self.errors[frame.rows[error.row_index]] = error.code
+
+    async def submit(self, prompt, *, n=1, max_tokens=20, attempt=1, attach_id=None, request_id=None, **params):
+        rows = [next(self._rows) for _ in range(n)]
+        submit = Submit(
+            attach_id=self.attach_id if attach_id is None else attach_id,
+            request_id=request_id or os.urandom(16),
+            attempt=attempt,
+            choices=tuple(SubmitChoice(choice, row, 1) for choice, row in enumerate(rows)),
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            seed=1,
+            remaining_ms=30_000,
+            prompt=np.array(prompt, np.int32),
+        )
+        reply = wire.decode_submit_reply(await self.stub.Submit(wire.encode_submit(submit), timeout=5))
+        return rows, reply
+
+    async def accepted(self, prompt, **options):
+        rows, reply = await self.submit(prompt, **options)
+        assert reply.verdict is Verdict.ACCEPTED, reply
+        return rows if len(rows) > 1 else rows[0]
+
+
+class Worker:
+    """A WorkerLoop that can be stopped like a crash: no Bye."""
+
+    def __init__(self, address, executor, group="w0"):
+        self.loop = WorkerLoop(
+            executor, ComputeThread(), group=group, model=MODEL, pools=POOLS, scheduler=address, metrics=Metrics()
+        )
+        self.task = asyncio.create_task(self.loop.run())
+
+    async def crash(self):
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.loop._compute.stop()
+
+
+@pytest.fixture
+async def scheduler(tmp_path):
+    loop = SchedulerLoop(SchedulerLimits(), Health(), Metrics(), start_tracing("scheduler"))
+    async with serving(tmp_path, "scheduler", SchedulerServicer(loop).add_to) as address:
+        task = asyncio.create_task(loop.run())
+        loop.address = address
+        yield loop
+        assert not task.done(), task.exception()
+        task.cancel()
+        assert loop.core.faults == {}
+        loop.core.check()
+
+
+@pytest.fixture
+async def start_worker(scheduler):
+    workers = []
+
+    async def start(executor=None, group="w0"):
+        worker = Worker(scheduler.address, executor or ArithmeticExecutor(), group)
+        workers.append(worker)
+        await until(lambda: worker.loop.machine.attached and scheduler.core.status().ready)
+        return worker
+
+    yield start
+    for worker in workers:
+        await worker.crash()
+
+
+def idle(scheduler):
+    status = scheduler.core.status()
+    load = scheduler.core.load()
+    return status.running == status.waiting == load["requests"] == load["slots_owned"] == load["pages_owned"] == 0
+
+
+async def test_tokens_stream_to_the_end(scheduler, start_worker):
+    await start_worker()
+    async with Gateway(scheduler.address) as gateway:
+        await until(lambda: gateway.status is not None and gateway.status.ready)
+        assert gateway.status.model == MODEL
+        prompts = [range(5, 5 + length) for length in (1, 3, 255, 256, 700)]
+        rows = [await gateway.accepted(prompt, max_tokens=30) for prompt in prompts]
+        await until(lambda: len(gateway.finished) == len(rows))
+        for row, prompt in zip(rows, prompts, strict=True):
+            assert gateway.tokens[row] == expected(prompt, 30)
+            assert gateway.finished[row] is FinishReason.LENGTH
+    await until(lambda: idle(scheduler))
+
+
+async def test_many_at_once_and_half_of_them_cancelled(scheduler, start_worker):
+    await start_worker(ArithmeticExecutor(step_s=0.002))
+    async with Gateway(scheduler.address) as gateway:
+        rows = [await gateway.accepted([row + 1, 2], max_tokens=60) for row in range(16)]
+        await until(lambda: len(gateway.tokens) >= 4)
+        gone = np.array(rows[::2], np.int32)
+        await gateway.send(CancelRows(gone, np.ones(8, np.int32)))
+        await until(lambda: set(gateway.finished) >= set(rows[1::2]), 20)
+        for row in rows[1::2]:
+            assert gateway.tokens[row] == expected([row + 1, 2], 60)
+    await until(lambda: idle(scheduler))
+
+
+async def test_two_choices_share_a_prompt(scheduler, start_worker):
+    await start_worker()
+    async with Gateway(scheduler.address) as gateway:
+        first, second = await gateway.accepted(range(1, 400), n=2, max_tokens=10)
+        await until(lambda: len(gateway.finished) == 2)
+        assert gateway.tokens[first] == gateway.tokens[second] == expected(range(1, 400), 10)
+
+
+async def test_worker_crash_and_restart_loses_and_doubles_nothing(scheduler, start_worker):
+    worker = await start_worker(ArithmeticExecutor(step_s=0.005))
+    async with Gateway(scheduler.address) as gateway:
+        rows = [await gateway.accepted([row + 3], max_tokens=150) for row in range(3)]
+        await until(lambda: all(len(gateway.tokens.get(row, ())) > 20 for row in rows))
+        await worker.crash()
+        assert not gateway.finished
+        await start_worker()
+        await until(lambda: len(gateway.finished) == 3, 15)
+        for row in rows:
+            assert gateway.tokens[row] == expected([row + 3], 150)
+    await until(lambda: idle(scheduler))
+
+
+async def test_a_failed_step_starts_over_on_the_same_worker(scheduler, start_worker, caplog):
+    await start_worker(ArithmeticExecutor(fail_at=10))
+    async with Gateway(scheduler.address) as gateway:
+        row = await gateway.accepted([9], max_tokens=40)
+        await until(lambda: row in gateway.finished, 15)
+        assert gateway.tokens[row] == expected([9], 40)
+    assert "the device fell off the bus" in caplog.text
+
+
+async def test_work_moves_to_another_worker_at_a_planned_leave(scheduler, start_worker):
+    first = await start_worker(ArithmeticExecutor(step_s=0.005), "w0")
+    async with Gateway(scheduler.address) as gateway:
+        row = await gateway.accepted([4], max_tokens=200)
+        await until(lambda: len(gateway.tokens.get(row, ())) > 10)
+        await start_worker(group="w1")
+        await first.loop.finish()
+        first.task.cancel()
+        await until(lambda: row in gateway.finished, 15)
+        assert gateway.tokens[row] == expected([4], 200)
+
+
+async def test_submit_is_idempotent_and_fenced(scheduler, start_worker):
+    await start_worker()
+    async with Gateway(scheduler.address) as gateway:
+        name = os.urandom(16)
+        (row,), reply = await gateway.submit([5], request_id=name)
+        assert reply.verdict is Verdict.ACCEPTED
+        _, again = await gateway.submit([5], request_id=name)
+        assert again.verdict is Verdict.ACCEPTED
+        _, stale = await gateway.submit([5], attach_id=12345)
+        assert stale.verdict is Verdict.STALE_ATTACH
+        _, too_long = await gateway.submit([5] * 4096, max_tokens=100)
+        assert too_long.verdict is Verdict.NEVER_FITS
+        await until(lambda: row in gateway.finished)
+        assert gateway.tokens == {row: expected([5], 20)}
+
+
+async def test_bad_submits_are_refused_with_the_field(scheduler):
+    async with Gateway(scheduler.address) as gateway:
+        with pytest.raises(BadRequest, match="request_id: 3 bytes"):
+            await gateway.stub.Submit(pb.SubmitRequest(request_id=b"abc", attempt=1, choices=[{}]), timeout=2)
+        with pytest.raises(BadRequest, match="prompt: 3 bytes are no whole number"):
+            await gateway.stub.Submit(pb.SubmitRequest(prompt=b"abc"), timeout=2)
+
+
+@pytest.mark.parametrize("message", [pb.GatewayUp(), pb.GatewayUp(attach_id=1, cancel={"rows": b"abc"})])
+async def test_a_bad_frame_ends_one_stream_and_nothing_else(scheduler, message):
+    async with Gateway(scheduler.address, "good") as good, Gateway(scheduler.address, "bad") as bad:
+        await bad.call.write(message)
+        await until(lambda: bad.closed is not None)
+        assert bad.closed == "INVALID_ARGUMENT"
+        await asyncio.sleep(0.05)
+        assert good.closed is None
+        assert set(scheduler.core.state.gateways) == {"good"}
+
+
+async def test_a_worker_frame_with_unequal_columns_ends_its_stream(scheduler):
+    async with open_channel(scheduler.address) as channel:
+        call = scheduler_pb2_grpc.SchedulerStub(channel).AttachWorker()
+        await call.write(worker_pb2.WorkerUp(attach_id=1, result={"step": 1, "states": b"\1\1", "counts": b"\1"}))
+        with pytest.raises(grpc.aio.AioRpcError, match="counts: 1 items"):
+            await call.read()
+
+
+async def test_a_newer_stream_of_the_same_gateway_replaces_the_older(scheduler):
+    async with Gateway(scheduler.address) as old, Gateway(scheduler.address) as new:
+        await until(lambda: old.closed is not None)
+        assert old.closed == "EOF"
+        assert new.closed is None
+        assert new.attach_id != old.attach_id
+
+
+async def test_silent_peers_are_dropped(scheduler):
+    async with Gateway(scheduler.address) as gateway:
+        gateway._tasks[1].cancel()  # its heartbeats
+        await until(lambda: gateway.closed is not None, 4)
+        assert scheduler.core.state.gateways == {}
+
+
+async def test_drain_refuses_new_work_finishes_old_and_says_bye(scheduler, start_worker):
+    await start_worker(ArithmeticExecutor(step_s=0.005))
+    async with Gateway(scheduler.address) as gateway:
+        row = await gateway.accepted([5], max_tokens=100)
+        await gateway.stub.Drain(pb.DrainRequest(), timeout=2)
+        _, reply = await gateway.submit([5])
+        assert reply.verdict is Verdict.DRAINING
+        load = await gateway.stub.GetLoad(pb.GetLoadRequest(), timeout=2)
+        assert wire.get_status(load.status).draining
+        assert load.counters["requests"] == 1
+        await scheduler.finish()
+        await until(lambda: gateway.closed == "EOF")
+        assert gateway.tokens[row] == expected([5], 100)
+
+
+async def test_what_the_core_counts_is_exported(scheduler):
+    async with Gateway(scheduler.address):
+        pass
+    await until(lambda: not scheduler.core.state.conns)
+    async with Gateway(scheduler.address), Gateway(scheduler.address) as again:
+        await until(lambda: again.attach_id)
+    text = scheduler.shell.metrics.render().decode()
+    assert 'v4mesh_core_events_total{event="attachments_superseded",fault="0"} 1.0' in text
+
+
+async def test_a_core_that_raises_ends_the_loop(scheduler, monkeypatch):
+    loop = SchedulerLoop(SchedulerLimits(), Health(), Metrics(), start_tracing("scheduler"))
+    task = asyncio.create_task(loop.run())
+    await asyncio.sleep(0)
+
+    def broken(event, now_ns):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(loop.shell.core, "handle", broken)
+    loop.drain()
+    with pytest.raises(KeyError, match="a bug"):
+        await task
+
+
+async def test_worker_without_a_scheduler_redials_until_there_is_one(tmp_path):
+    address = f"unix:{tmp_path}/scheduler.sock"
+    worker = Worker(address, ArithmeticExecutor())
+    await asyncio.sleep(0.3)
+    assert not worker.loop.machine.attached
+    loop = SchedulerLoop(SchedulerLimits(), Health(), Metrics(), start_tracing("scheduler"))
+    async with serving(tmp_path, "scheduler", SchedulerServicer(loop).add_to):
+        task = asyncio.create_task(loop.run())
+        start = time.monotonic()
+        await until(lambda: loop.core.status().ready)
+        assert time.monotonic() - start < 3
+        await worker.crash()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
