@@ -48,6 +48,10 @@ def finish_dump(st: State, worker: Worker) -> None:
         worker.orphans[key] = orphan
     for req in list(st.requests.values()):
         claim(st, req)
+    for key in list(worker.orphans):
+        if key[0] in st.known and key[0] not in st.requests:  # ended elsewhere meanwhile
+            st.count("slots_not_adopted")
+            _close_orphan(worker, worker.orphans.pop(key))
 
 
 def dump_error(worker: Worker) -> str:

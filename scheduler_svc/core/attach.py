@@ -214,10 +214,7 @@ def worker_beat(st: State, conn: Conn, worker: Worker, beat: Heartbeat) -> None:
     oldest = worker.inflight[0]
     if beat.step_age_ms:
         running = next((r for r in worker.inflight if r.step == beat.step), oldest)
-        limit = st.limits.warm_deadline_ms * MS
-        if worker.results >= st.limits.warm_steps:
-            predicted = st.limits.step_deadline_factor * book.predicted_ns(worker, running)
-            limit = max(st.limits.step_deadline_ms * MS, int(predicted))
+        limit = book.deadline_ns(st, worker, running)
         if beat.step_age_ms * MS > limit:
             st.count("steps_overdue")
             hang_up(st, conn, f"step {beat.step} runs for {beat.step_age_ms} ms, its deadline was {limit // MS} ms")

@@ -10,7 +10,10 @@ from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
 from scheduler_svc.core.request import Phase, Seq
-from scheduler_svc.core.state import Record, Row, State, Worker, emit
+from scheduler_svc.core.state import MS, Record, Row, State, Worker, emit
+
+CHUNK_TOKENS = 16
+"""A step with so many chunk tokens is timed by its tokens."""
 
 Entry = tuple[list[int], list[float]]
 _TAKES_IDS = (RowState.SAMPLED, RowState.FINISHED)
@@ -100,17 +103,27 @@ def _spares(worker: Worker, record: Record, result: ResultFrame) -> None:
 
 
 def _timing(worker: Worker, record: Record, result: ResultFrame) -> None:
-    """Moving averages behind the step deadline."""
+    """Moving averages behind the step deadline: steps of decode rows apart from chunks, which cost by their tokens."""
     took = max(0, result.t_end_ns - result.t_start_ns)
-    worker.results += 1
-    weight = max(0.1, 1 / worker.results)
-    worker.step_ns += weight * (took - worker.step_ns)
-    worker.token_ns += weight * (took / max(1, record.tokens) - worker.token_ns)
+    if not record.rows:
+        return
+    if record.chunk_tokens < CHUNK_TOKENS:
+        worker.results += 1
+        worker.step_ns += max(0.1, 1 / worker.results) * (took - worker.step_ns)
+    else:
+        worker.chunk_results += 1
+        weight = max(0.1, 1 / worker.chunk_results)
+        worker.chunk_token_ns += weight * (took / record.chunk_tokens - worker.chunk_token_ns)
 
 
-def predicted_ns(worker: Worker, record: Record) -> float:
-    """How long this frame should take, by what recent ones took: per step or per token, whichever is longer."""
-    return max(worker.step_ns, worker.token_ns * record.tokens)
+def deadline_ns(st: State, worker: Worker, record: Record) -> int:
+    """How long this frame may run: a multiple of what recent ones like it took, generous until there were some."""
+    limits = st.limits
+    chunked = record.chunk_tokens >= CHUNK_TOKENS
+    if (worker.chunk_results if chunked else worker.results) < limits.warm_steps:
+        return limits.warm_deadline_ms * MS
+    predicted = worker.step_ns + (worker.chunk_token_ns * record.chunk_tokens if chunked else 0)
+    return max(limits.step_deadline_ms * MS, int(limits.step_deadline_factor * predicted))
 
 
 def _logprob_entries(columns: LogprobColumns) -> dict[int, list[Entry]]:

@@ -77,7 +77,7 @@ def build(st: State, worker: Worker) -> StepFrame | None:
     if not rows and not (draft.frees or draft.publishes or worker.retire_pages or worker.retire_tails):
         return None
     worker.step = draft.step
-    record = Record(draft.step, rows, sum(row.n for row in rows), st.now)
+    record = Record(draft.step, rows, sum(row.n for row in rows if row.chunk), st.now)
     worker.inflight.append(record)
     st.total("steps")
     return _frame(worker, draft, record)

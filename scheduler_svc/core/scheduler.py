@@ -76,6 +76,7 @@ class Scheduler:
         st.now = max(st.now, now_ns)
         if st.started_ns < 0:
             st.started_ns = st.now
+        self._forgive()
         match event:
             case Received(conn=conn, envelope=envelope):
                 self._received(conn, envelope)
@@ -149,7 +150,6 @@ class Scheduler:
                 finish.end_request(st, req, "deadline", "the request's deadline has passed")
         if st.now - self._tick_ns < st.limits.tick_ms * MS and self._tick_ns:
             return
-        self._forgive(st.now - self._tick_ns)
         self._tick_ns = st.now
         self._streams()
         attach.suspects_due(st)
@@ -169,12 +169,18 @@ class Scheduler:
         while st.known and next(iter(st.known.values())).expires_ns <= st.now:
             st.known.popitem(last=False)
 
-    def _forgive(self, gap_ns: int) -> None:
+    def _forgive(self) -> None:
         """Our own stall is not our peers' silence: what they said meanwhile still waits to be handled."""
-        tick_ns = self._st.limits.tick_ms * MS
-        if gap_ns > 2 * tick_ns:
-            for conn in self._st.conns.values():
-                conn.heard_ns = min(self._st.now, conn.heard_ns + gap_ns - tick_ns)
+        st = self._st
+        tick_ns = st.limits.tick_ms * MS
+        gap_ns = st.now - self._tick_ns
+        if gap_ns <= 2 * tick_ns:
+            return
+        for conn in st.conns.values():
+            conn.heard_ns = min(st.now, conn.heard_ns + gap_ns - tick_ns)
+        for worker in st.workers.values():
+            for record in worker.inflight:
+                record.sent_ns = min(st.now, record.sent_ns + gap_ns - tick_ns)
 
     def _streams(self) -> None:
         """Heartbeats out, silence in."""

@@ -138,7 +138,7 @@ class Record:
 
     step: int
     rows: list[Row]
-    tokens: int
+    chunk_tokens: int
     sent_ns: int
 
 
@@ -187,8 +187,9 @@ class Worker:
     retire_pages: list[int] = field(default_factory=list)
     retire_tails: list[int] = field(default_factory=list)
     results: int = 0
-    step_ns: float = 0.0  # moving average
-    token_ns: float = 0.0
+    step_ns: float = 0.0  # moving average over steps without a real chunk
+    chunk_token_ns: float = 0.0  # moving average over the others, per chunk token
+    chunk_results: int = 0
 
     def release_page(self, rank: Rank, page: int, *, kept: bool = False) -> None:
         """Give up one reference; a page nobody refers to loses its published name in the next frame."""

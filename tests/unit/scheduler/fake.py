@@ -35,9 +35,9 @@ def draw(crc, seed, choice, pos):
 
 
 def ended(params, token, n_emitted):
-    if n_emitted >= max(1, params.min_tokens):
-        if token in params.stop_ids or (token == EOS and not params.ignore_eos):
-            return FinishReason.STOP
+    stops = token in params.stop_ids or (token == EOS and not params.ignore_eos)
+    if stops and n_emitted >= max(1, params.min_tokens):
+        return FinishReason.STOP
     return FinishReason.LENGTH if n_emitted >= params.max_tokens else FinishReason.NONE
 
 

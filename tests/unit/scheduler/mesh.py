@@ -1,7 +1,6 @@
 """Drives a Scheduler with fake workers and gateways, one event at a time, checking every pool after each."""
 
 import random
-from collections import deque
 
 import numpy as np
 
