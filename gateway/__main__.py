@@ -1,0 +1,180 @@
+"""`python -m gateway`: read the options, listen, and leave in order.
+
+Listens from the first second and answers 503 until the tokenizer is loaded and a worker is ready. SIGTERM and Ctrl-C
+drain: no new connection, open streams may finish, what is left after the grace is aborted.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from gateway.app import GATEWAY, build_app
+from gateway.config import GatewayConfig
+from gateway.journal.journal import Journal, JournalConfig
+from gateway.mesh_client import MeshClient
+from gateway.operations import build_version
+from gateway.service import Gateway
+from gateway.text.pretokenizer import TokenizerFileError
+from gateway.text.tokenizer import Tokenizer
+from meshkit.address import Address, parse_address, prepare_listen
+from meshkit.command import service_main
+from meshkit.config import Loaded
+from meshkit.errors import ModelDirError, PortError
+from meshkit.exit_codes import Exit
+from meshkit.obs import Metrics, setup_logging, start_tracing
+from meshkit.server import run
+
+_ABORT_SECONDS = 0.2  # for the farewell of streams that are aborted at the end
+
+log = logging.getLogger("gateway")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status of the gateway with these flags."""
+    return service_main(GatewayConfig, "gateway", _run, argv)
+
+
+def _run(loaded: Loaded[GatewayConfig]) -> int:
+    config = loaded.value
+    setup_logging("gateway", fmt=config.log_format, level=config.log_level)
+    return run(serve(config))
+
+
+async def serve(config: GatewayConfig) -> int:
+    """Serve until a signal. Returns the exit status; raises StartError where it cannot."""
+    address = parse_address(config.listen_http)
+    prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
+    mesh_metrics = Metrics()
+    mesh = MeshClient(_journal(config), config.scheduler, mesh_metrics)
+    tracing = start_tracing("gateway")
+    app = build_app(mesh, None, config, tracing)
+    gateway = app[GATEWAY]
+    gateway.metrics.others.append(mesh_metrics.render)
+    runner = _runner(app, config)
+    await runner.setup()
+    signals = _Signals()
+    linking = asyncio.create_task(mesh.run())
+    try:
+        site = await _listen(runner, address)
+        loading = asyncio.create_task(_load_tokenizer(gateway))
+        await _until_stopped(signals, linking, loading)
+        gateway.admission.draining = True
+        await site.stop()
+        await _drain(gateway, config.drain_seconds)
+    finally:
+        await runner.cleanup()
+        linking.cancel()
+        with suppress(asyncio.CancelledError):
+            await linking
+        signals.close()
+        tracing.shutdown()
+    return int(Exit.INTERRUPTED if signals.interrupted else Exit.OK)
+
+
+def _journal(config: GatewayConfig) -> Journal:
+    boot = int.from_bytes(os.urandom(8), "little")
+    identity = JournalConfig(
+        name=f"gateway-{os.getpid()}",
+        boot=boot,
+        build=build_version(),
+        deterministic=config.deterministic,
+        max_waiting=config.max_waiting,
+    )
+    return Journal(identity, random.Random(boot))
+
+
+def _runner(app: web.Application, config: GatewayConfig) -> web.AppRunner:
+    limits = config.limits
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        max_line_size=limits.header_line,
+        max_field_size=limits.header_field,
+        shutdown_timeout=1.0,
+    )
+
+
+async def _listen(runner: web.AppRunner, address: Address) -> web.BaseSite:
+    site: web.BaseSite
+    if address.path is not None:
+        site = web.UnixSite(runner, str(address.path))
+    else:
+        site = web.TCPSite(runner, address.host, address.port)
+    try:
+        await site.start()
+    except OSError as error:  # someone took it since the check
+        raise PortError(f"cannot listen on {address}: {error.strerror}") from error
+    shown = f"unix:{address.path}" if address.path else f"http://{address.host}:{runner.addresses[0][1]}"
+    log.info("listening on %s", shown)
+    return site
+
+
+async def _load_tokenizer(gateway: Gateway) -> None:
+    """In a thread: a large vocabulary takes a second or two."""
+    try:
+        gateway.tokenizer = await asyncio.to_thread(Tokenizer.load, gateway.config.model)
+    except TokenizerFileError as error:
+        raise ModelDirError(str(error)) from None
+    log.info("tokenizer loaded")
+
+
+async def _until_stopped(signals: "_Signals", linking: "asyncio.Task[None]", loading: "asyncio.Task[None]") -> None:
+    """Returns at a signal; an error of a task ends the process."""
+    waiting = asyncio.create_task(signals.stopped.wait())
+    pending: set[asyncio.Task[Any]] = {waiting, linking, loading}
+    try:
+        while not waiting.done():
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        waiting.cancel()
+        loading.cancel()
+
+
+async def _drain(gateway: Gateway, seconds: float) -> None:
+    """Let open generations finish; abort those that have not by then."""
+    try:
+        async with asyncio.timeout(seconds):
+            await gateway.admission.idle.wait()
+    except TimeoutError:
+        log.warning("%d requests did not finish in time", gateway.admission.streams)
+        gateway.abort_all()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_SECONDS):
+                await gateway.admission.idle.wait()
+
+
+class _Signals:
+    """SIGTERM and SIGINT set `stopped`; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.stopped = asyncio.Event()
+        self.interrupted = False
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: int) -> None:
+        if self.stopped.is_set():
+            raise KeyboardInterrupt
+        self.interrupted = number == signal.SIGINT
+        log.info("%s: draining", signal.Signals(number).name)
+        self.stopped.set()
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""How the answer of a generation is sent: one JSON body, or a stream of events.
+
+The dialects supply a `Renderer`; order, errors before and inside a started stream, keep-alive and the end are the same
+for all of them and live here.
+"""
+
+import logging
+from typing import Protocol
+
+from aiohttp import web
+
+from gateway.errors import ApiError
+from gateway.exchange import Exchange
+from gateway.generation import Generation, Update
+from gateway.service import Gateway
+from gateway.sse import DONE, KEEP_ALIVE, EventStream, event
+
+log = logging.getLogger("gateway.answer")
+
+
+class Renderer(Protocol):
+    """Events of one dialect. Each method returns whole events, possibly none."""
+
+    def opening(self) -> bytes:
+        """Sent once, before anything else."""
+
+    def render(self, updates: list[Update]) -> bytes:
+        """What is new."""
+
+    def closing(self) -> bytes:
+        """Sent once every choice has ended, before [DONE]."""
+
+
+async def send_events(
+    gateway: Gateway, exchange: Exchange, generation: Generation, renderer: Renderer
+) -> web.StreamResponse:
+    """Stream a generation that has been started. Errors before the first byte are raised, later ones are events."""
+    stream = EventStream(exchange.request, gateway.guard, exchange.headers)
+    try:
+        async for updates in generation.updates():
+            data = renderer.render(updates) if updates else KEEP_ALIVE
+            if not stream.started:
+                await stream.start()
+                data = renderer.opening() + data
+            if data:
+                await stream.write(data)
+        if not stream.started:
+            await stream.start()
+            await stream.write(renderer.opening())
+        await stream.write(renderer.closing() + DONE)
+    except ApiError as error:
+        if not stream.started:
+            raise
+        exchange.notes["error"] = error.code
+        await stream.write(event(error.event()) + DONE)
+    except ConnectionError:
+        raise
+    except Exception:
+        if not stream.started:
+            raise
+        log.exception("request %s failed inside its stream", exchange.label)
+        exchange.notes["error"] = "server_error"
+        await stream.write(event(ApiError(500, "internal error").event()) + DONE)
+    finally:
+        stream.close()
+    await stream.end()
+    return stream.response

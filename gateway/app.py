@@ -1,0 +1,155 @@
+"""The aiohttp application: one entry for all requests, around it labels, keys, errors, metrics, access log and span.
+
+`build_app` is everything but the listening socket and the way tokens come: tests give it a mesh of their own.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from aiohttp import web
+
+from gateway import routes
+from gateway.access import KeyRing
+from gateway.config import GatewayConfig, read_api_keys
+from gateway.errors import ApiError
+from gateway.exchange import Exchange, error_response
+from gateway.mesh import Mesh
+from gateway.service import Gateway
+from gateway.text.tokenizer import Tokenizer
+from meshkit.obs import Tracing, kv, new_traceparent
+
+GATEWAY = web.AppKey("gateway", Gateway)
+CLIENT_GONE = 499
+
+log = logging.getLogger("gateway.access")
+
+_LABEL = re.compile(r"[\x20-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def build_app(
+    mesh: Mesh, tokenizer: Tokenizer | None, config: GatewayConfig, tracing: Tracing | None = None
+) -> web.Application:
+    """An application that serves `config.model` through `mesh`. Raises ModelDirError when the folder lacks config.json.
+
+    The server that runs it must cancel handlers of vanished clients (`handler_cancellation=True`).
+    """
+    app = web.Application(client_max_size=config.limits.body)
+    gateway = Gateway(mesh, tokenizer, config)
+    app[GATEWAY] = gateway
+    entry = _Entry(
+        gateway, KeyRing(read_api_keys(config.api_key_file) if config.api_key_file else ()), tracing or Tracing()
+    )
+    app.router.add_route("*", "/{path:.*}", entry.answer)
+    app.cleanup_ctx.append(_background)
+    return app
+
+
+async def _background(app: web.Application) -> AsyncIterator[None]:
+    gateway = app[GATEWAY]
+    sweep = asyncio.create_task(gateway.guard.run())
+    yield
+    sweep.cancel()
+    with suppress(asyncio.CancelledError):
+        await sweep
+    gateway.encoder.close()
+
+
+class _Entry:
+    """Answers every request."""
+
+    def __init__(self, gateway: Gateway, keys: KeyRing, tracing: Tracing) -> None:
+        self._gateway = gateway
+        self._keys = keys
+        self._tracing = tracing
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Dispatch one request; whatever happens, it is counted and logged once."""
+        metrics = self._gateway.metrics
+        exchange = Exchange(request, _label(request), traceparent=self._traceparent(request))
+        exchange.headers["x-request-id"] = exchange.label
+        metrics.http_active += 1
+        status = CLIENT_GONE
+        match: routes.Match | None = None
+        try:
+            try:
+                match = routes.find(request.method, request.path)
+                response = await self._handle(match, exchange)
+            except ApiError as error:
+                response = error_response(exchange, error)
+            except (asyncio.CancelledError, ConnectionError):
+                raise
+            except Exception:
+                logging.getLogger("gateway").exception("request %s failed", exchange.label)
+                response = error_response(exchange, ApiError(500, "internal error"))
+            status = response.status
+            return response
+        finally:
+            metrics.http_active -= 1
+            self._book(exchange, match, status)
+
+    async def _handle(self, match: routes.Match, exchange: Exchange) -> web.StreamResponse:
+        if not match.route.open:
+            exchange.tenant = self._keys.tenant_of(exchange.request.headers)
+        if match.model:
+            exchange.notes["model"] = match.model
+        return await match.route.handler(self._gateway, exchange)
+
+    def _traceparent(self, request: web.Request) -> str:
+        """The caller's trace, a new one when we trace, else none."""
+        given = request.headers.get("traceparent", "")
+        if _TRACEPARENT.fullmatch(given):
+            return given
+        return new_traceparent() if self._tracing.enabled else ""
+
+    def _book(self, exchange: Exchange, match: routes.Match | None, status: int) -> None:
+        """Metrics, access log and span of a finished exchange."""
+        seconds = time.monotonic() - exchange.received_s
+        route = match.route.paths[0] if match is not None else "other"
+        metrics = self._gateway.metrics
+        metrics.http_requests[route] += 1
+        metrics.http_responses[status] += 1
+        if match is None:
+            metrics.unknown_routes += 1
+        quiet = match is not None and match.route.open and status < 400
+        log.log(
+            logging.DEBUG if quiet else logging.INFO,
+            "%s %s %d",
+            exchange.request.method,
+            route,
+            status,
+            extra=kv(request=exchange.label, seconds=round(seconds, 3), tokens=_tokens(exchange)),
+        )
+        if self._tracing.enabled and match is not None and match.route.operation:
+            self._span(exchange, match.route.operation, status, seconds)
+
+    def _span(self, exchange: Exchange, operation: str, status: int, seconds: float) -> None:
+        name = self._gateway.model.name
+        attributes: dict[str, str | int | float | bool] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "deepseek",
+            "gen_ai.request.model": name,
+            "gen_ai.usage.input_tokens": exchange.notes.get("prompt_tokens", 0),
+            "gen_ai.usage.output_tokens": exchange.notes.get("output_tokens", 0),
+            "http.response.status_code": status,
+        }
+        if "error" in exchange.notes:
+            attributes["error.type"] = str(exchange.notes["error"])
+        end = time.monotonic_ns()
+        start = end - int(seconds * 1e9)
+        self._tracing.record(f"{operation} {name}", exchange.traceparent, start, end, attributes)
+
+
+def _label(request: web.Request) -> str:
+    """The client's x-request-id if it is sound, else one of ours. For logs only."""
+    given = request.headers.get("x-request-id", "")
+    return given if _LABEL.fullmatch(given) else uuid.uuid4().hex
+
+
+def _tokens(exchange: Exchange) -> str:
+    return f"{exchange.notes.get('prompt_tokens', 0)}+{exchange.notes.get('output_tokens', 0)}"

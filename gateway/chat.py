@@ -1,0 +1,186 @@
+"""POST /v1/chat/completions: from the body to a generation. What the answer looks like is `chat_answer`'s."""
+
+import time
+import uuid
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway.answer import send_events
+from gateway.chat_answer import ChatAnswer, ReasoningMode
+from gateway.errors import invalid, missing_part
+from gateway.exchange import Exchange, json_response
+from gateway.schema import ChatRequest, RequestFields
+from gateway.service import Gateway
+from gateway.text.chat_encoding import ChatOptions, EncodedPrompt, encode_chat, parse_messages, resolve_thinking
+from gateway.text.chat_messages import ChatError, Message
+from gateway.text.output_parser import OutputParser
+from gateway.text.stop_strings import StopStrings
+from gateway.validate import (
+    Sampling,
+    check_ids,
+    check_label,
+    check_model,
+    check_priority,
+    check_sampling,
+    check_stream,
+    check_top_logprobs,
+)
+from meshkit.types import NO_LOGPROBS
+
+
+async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    body = await gateway.body(exchange, ChatRequest)
+    check_model(body.model, gateway.model)
+    sampling = _check(gateway, body)
+    conversation = conversation_of(gateway, body)
+    label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
+    salt, priority = salt_of(gateway, body), check_priority(body.priority)
+    gateway.check_ready()
+    prompt = await conversation.encode(gateway)
+    ids = list(check_ids(body.input_ids, gateway.model.vocab_size, "input_ids")) if body.input_ids else prompt.ids
+    stops = StopStrings(sampling.stops)
+    job = gateway.job(
+        exchange,
+        sampling,
+        ids,
+        lambda terminals: _parser(gateway, prompt, sampling, stops, terminals),
+        param="input_ids" if body.input_ids else "messages",
+        salt=salt,
+        priority=priority,
+        rid=label,
+    )
+    with gateway.generation(exchange, [job]) as generation:
+        answer = ChatAnswer(
+            generation,
+            gateway.tokenizer,
+            name=f"chatcmpl-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=body.model or gateway.model.name,
+            fingerprint=gateway.fingerprint,
+            logprobs=bool(body.logprobs),
+            token_ids=bool(body.return_token_ids),
+            reasoning=_reasoning_mode(body),
+            thinking=prompt.starts_in == "reasoning",
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        )
+        generation.start()
+        if body.stream:
+            return await send_events(gateway, exchange, generation, answer)
+        async for updates in generation.updates():
+            answer.collect(updates)
+        return json_response(exchange, answer.message())
+
+
+def _parser(
+    gateway: Gateway, prompt: EncodedPrompt, sampling: Sampling, stops: StopStrings, terminals: frozenset[int]
+) -> OutputParser:
+    return OutputParser(
+        gateway.tokenizer,
+        starts_in=prompt.starts_in,
+        fresh_turn=prompt.fresh_turn,
+        stop=stops,
+        include_stop=sampling.keep_stop,
+        stop_ids=terminals,
+        skip_special_tokens=sampling.skip_special,
+        min_tokens=sampling.params.min_tokens,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages and options, checked; `encode` makes the prompt."""
+
+    messages: tuple[Message, ...]
+    options: ChatOptions
+
+    async def encode(self, gateway: Gateway) -> EncodedPrompt:
+        tokenizer, limit = gateway.tokenizer, gateway.model.max_context - 1
+        chars = sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
+        return await gateway.encoder.run(
+            chars, "messages", lambda: encode_chat(tokenizer, self.messages, self.options, limit=limit)
+        )
+
+
+def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
+    """Check messages and everything that shapes the prompt."""
+    model = gateway.model
+    if body.messages is None:
+        raise invalid("messages", "messages is required: a list of at least one message")
+    if len(body.messages) > gateway.limits.messages:
+        raise invalid("messages", f"messages has {len(body.messages)} entries; allowed are {gateway.limits.messages}")
+    for index, message in enumerate(body.messages):
+        parts = message.get("content")
+        if isinstance(parts, list) and len(parts) > gateway.limits.content_parts:
+            where = f"messages[{index}].content"
+            raise invalid(where, f"{where} has {len(parts)} parts; allowed are {gateway.limits.content_parts}")
+    if body.chat_template is not None:
+        raise invalid("chat_template", "chat_template cannot be replaced: the model's own encoding is used")
+    try:
+        messages = parse_messages(body.messages)
+        mode = resolve_thinking(
+            thinking=body.thinking,
+            reasoning_effort=body.reasoning_effort,
+            reasoning=body.reasoning,
+            template_kwargs=body.chat_template_kwargs,
+            default_thinking=model.default_thinking,
+            default_effort=model.default_effort,
+        )
+    except ChatError as error:
+        raise invalid(error.param, error.message) from None
+    options = ChatOptions(
+        thinking=mode.thinking,
+        effort=mode.effort,
+        effort_revision=model.effort_revision,
+        continue_final_message=bool(body.continue_final_message),
+        task=body.task,
+    )
+    return Conversation(messages, options)
+
+
+def _check(gateway: Gateway, body: ChatRequest) -> Sampling:
+    """Everything that needs no text."""
+    _refuse_tools(body)
+    if body.modalities and body.modalities != ["text"]:
+        raise invalid("modalities", f"modalities = {body.modalities}: this model writes text only")
+    if body.audio is not None:
+        raise invalid("audio", "audio: this model writes text only")
+    if body.web_search_options is not None:
+        raise missing_part("web_search_options", "searching the web", "a search tool")
+    check_stream(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs without logprobs: set logprobs to true or leave it out")
+    top = check_top_logprobs("top_logprobs", body.top_logprobs, gateway.limits) if body.logprobs else NO_LOGPROBS
+    name = "max_tokens"
+    if body.max_completion_tokens is not None:
+        name, body.max_tokens = "max_completion_tokens", body.max_completion_tokens
+    return check_sampling(body, gateway.model, gateway.limits, top_logprobs=top, names={"max_tokens": name})
+
+
+def _refuse_tools(body: ChatRequest) -> None:
+    """Tools that would be used are not there yet; an empty list and `tool_choice: none` ask for nothing."""
+    choice = body.tool_choice
+    if choice is not None and choice not in ("none", "auto", "required") and not isinstance(choice, dict):
+        raise invalid("tool_choice", "tool_choice must be none, auto, required or {type: function, function: {name}}")
+    if body.tools and choice != "none":
+        raise missing_part("tools", "calling tools", "the parser of tool calls")
+    if not body.tools and (choice == "required" or isinstance(choice, dict)):
+        raise invalid("tool_choice", "tool_choice asks for a tool, but tools is empty")
+    if body.functions:
+        raise missing_part("functions", "calling functions", "the parser of tool calls")
+
+
+def _reasoning_mode(body: ChatRequest) -> ReasoningMode:
+    if body.include_reasoning is False:
+        return "dropped"
+    return "inline" if body.separate_reasoning is False else "separate"
+
+
+def salt_of(gateway: Gateway, body: RequestFields) -> str:
+    """What separates this caller's prefixes from others' beside the tenant."""
+    labels = [
+        check_label(param, getattr(body, param), gateway.limits)
+        for param in ("cache_salt", "extra_key", "user_id", "user")
+    ]
+    return "\n".join(labels) if any(labels) else ""

@@ -1,0 +1,198 @@
+"""Chat completions as JSON: the whole message, or chunks whose deltas add up to it byte for byte.
+
+The common chunk (text only) is cut from prebuilt bytes; chunks with log-probabilities, token ids or running usage are
+built as objects. Reasoning goes into its own field, or into the content, or nowhere, as the request says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from gateway.generation import Choice, Generation, Update
+from gateway.sse import event, json_text
+from gateway.text.output_parser import Delta, Kind
+from gateway.text.prompt import END_THINK, THINK
+from gateway.text.tokenizer import Tokenizer
+from meshkit.types import TokenLogprobs
+
+ReasoningMode = Literal["separate", "inline", "dropped"]
+_FIELDS: Mapping[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
+
+
+class ChatAnswer:
+    """Builds the answer of one chat request; a `Renderer` when streamed."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        logprobs: bool,
+        token_ids: bool,
+        reasoning: ReasoningMode,
+        thinking: bool,
+        include_usage: bool,
+        running_usage: bool,
+    ) -> None:
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._thinking = thinking and reasoning == "separate"
+        self._include_usage = include_usage or running_usage
+        self._running_usage = running_usage
+        self._head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
+        self._head["system_fingerprint"] = fingerprint
+        choices = [choice for job in generation.jobs for choice in job.choices]
+        self._views = {choice.index: _ReasoningView(reasoning, thinking) for choice in choices}
+        self._texts: dict[int, dict[Kind, list[str]]] = {c.index: {"reasoning": [], "content": []} for c in choices}
+        self._entries: dict[int, dict[Kind, list[TokenLogprobs]]] = {
+            c.index: {"reasoning": [], "content": []} for c in choices
+        }
+        self._unsent_ids: dict[int, list[int]] = {c.index: [] for c in choices}
+        self._plain = not (logprobs or token_ids or running_usage)
+        self._cut = {c.index: {part: self._around(c.index, part) for part in _FIELDS} for c in choices}
+
+    # ---- streamed ---------------------------------------------------------------------------------------------------
+
+    def opening(self) -> bytes:
+        if self._thinking:
+            delta = {"role": "assistant", "content": None, "reasoning_content": ""}
+        else:
+            delta = {"role": "assistant", "content": "", "reasoning_content": None}
+        return b"".join(self._chunk(index, delta) for index in self._views)
+
+    def render(self, updates: list[Update]) -> bytes:
+        events: list[bytes] = []
+        for update in updates:
+            index = update.choice.index
+            if self._token_ids:
+                self._unsent_ids[index] += update.ids
+            for delta in self._views[index].show(update.deltas):
+                events.append(self._text(index, delta))
+            if update.ended:
+                events.append(self._last(update.choice))
+        return b"".join(events)
+
+    def closing(self) -> bytes:
+        if not self._include_usage:
+            return b""
+        return event({**self._head, "choices": [], "usage": self._generation.usage()})
+
+    def _text(self, index: int, delta: Delta) -> bytes:
+        if self._plain:
+            before, after = self._cut[index][delta.kind]
+            return before + json_text(delta.text) + after
+        fields = {"content": None, "reasoning_content": None, _FIELDS[delta.kind]: delta.text}
+        logprobs = self._logprobs_of({delta.kind: delta.logprobs}) if self._logprobs else None
+        return self._chunk(index, fields, logprobs=logprobs)
+
+    def _last(self, choice: Choice) -> bytes:
+        end = {
+            "finish_reason": choice.finish,
+            "matched_stop": choice.matched,
+            "stop_reason": choice.stop_reason,
+        }
+        return self._chunk(choice.index, {"content": "", "reasoning_content": None}, **end)
+
+    def _chunk(self, index: int, delta: dict[str, Any], **fields: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+        if self._token_ids:
+            choice["token_ids"], self._unsent_ids[index] = self._unsent_ids[index], []
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._include_usage:
+            chunk["usage"] = self._generation.usage() if self._running_usage else None
+        return event(chunk)
+
+    def _around(self, index: int, part: Kind) -> tuple[bytes, bytes]:
+        """The bytes of a plain chunk before and after its text."""
+        mark = "\x00"
+        delta = {"content": None, "reasoning_content": None, _FIELDS[part]: mark}
+        before, _, after = self._chunk(index, delta).partition(json_text(mark))
+        return before, after
+
+    # ---- whole ------------------------------------------------------------------------------------------------------
+
+    def collect(self, updates: list[Update]) -> None:
+        """Take text for `message`."""
+        for update in updates:
+            index = update.choice.index
+            for delta in self._views[index].show(update.deltas):
+                self._texts[index][delta.kind].append(delta.text)
+                self._entries[index][delta.kind] += delta.logprobs
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer."""
+        answer: dict[str, Any] = {**self._head, "object": "chat.completion"}
+        answer["choices"] = [self._choice(choice) for job in self._generation.jobs for choice in job.choices]
+        answer["usage"] = self._generation.usage()
+        if self._token_ids:
+            answer["prompt_token_ids"] = list(self._generation.jobs[0].prompt)
+        return answer
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        texts = {part: "".join(pieces) for part, pieces in self._texts[choice.index].items()}
+        reasoning = texts["reasoning"] if self._thinking or texts["reasoning"] else None
+        whole: dict[str, Any] = {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": texts["content"], "reasoning_content": reasoning},
+            "logprobs": self._logprobs_of(self._entries[choice.index]) if self._logprobs else None,
+            "finish_reason": choice.finish,
+            "matched_stop": choice.matched,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._token_ids:
+            whole["token_ids"] = choice.ids
+        return whole
+
+    def _logprobs_of(self, entries: Mapping[Kind, Sequence[TokenLogprobs]]) -> dict[str, Any]:
+        return {
+            "content": [self._token(entry) for entry in entries.get("content", ())],
+            "reasoning_content": [self._token(entry) for entry in entries.get("reasoning", ())],
+            "refusal": None,
+        }
+
+    def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
+        listed = [token_object(self._tokenizer, token, value) for token, value in zip(entry.ids, entry.values)]
+        return {**listed[0], "top_logprobs": listed[1:]}
+
+
+class _ReasoningView:
+    """Where one choice's reasoning goes."""
+
+    def __init__(self, mode: ReasoningMode, thinking: bool) -> None:
+        self._mode = mode
+        self._thinking = thinking
+        self._open = False
+
+    def show(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        if self._mode == "separate" or not self._thinking:
+            return deltas
+        if self._mode == "dropped":
+            return [delta for delta in deltas if delta.kind == "content"]
+        return [self._inlined(delta) for delta in deltas]
+
+    def _inlined(self, delta: Delta) -> Delta:
+        text = delta.text
+        if delta.kind == "reasoning" and not self._open:
+            self._open, text = True, THINK + text
+        elif delta.kind == "content" and self._open:
+            self._open, text = False, END_THINK + text
+        return replace(delta, kind="content", text=text)
+
+
+def token_object(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """A token with its log-probability as OpenAI writes it; minus infinity is -9999."""
+    return {
+        "token": tokenizer.token_text(token),
+        "logprob": finite(logprob),
+        "bytes": list(tokenizer.token_bytes(token)),
+    }
+
+
+def finite(logprob: float) -> float:
+    return logprob if logprob > -9999.0 else -9999.0

@@ -1,0 +1,94 @@
+"""The [gateway] section: what one gateway process is told at start.
+
+Options here are what operators choose; the fixed bounds of the protocol stand in `gateway.limits`.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gateway.limits import MIB, Limits
+from meshkit.command import option
+from meshkit.config import FieldError
+from meshkit.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """Serve HTTP for a mesh whose scheduler listens elsewhere."""
+
+    model: Path = field(metadata={"help": "folder with config.json and tokenizer.json; no weights are read"})
+    listen_http: str = option("127.0.0.1:8000", "host:port or unix:PATH; port 0 picks a free one")
+    scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "where the scheduler listens")
+    served_model_name: tuple[str, ...] = option(
+        (), "names, comma separated: the first is shown, the others are aliases"
+    )
+    dsv4_effort_revision: Literal["preview", "ga"] | None = option(
+        None, "which efforts have a text; else the model says"
+    )
+    max_output_tokens: int | None = option(None, "upper bound of max_tokens; else what the context leaves")
+    api_key_file: Path | None = field(
+        default=None, metadata={"help": "lines `key` or `tenant key`; without it everybody is one tenant"}
+    )
+    incremental_streaming_output: bool = option(False, "/generate streams deltas instead of the whole text so far")
+    insecure: bool = option(False, "listen beyond loopback without keys")
+    deterministic: bool = option(False, "repeated ids must be equal: a difference is counted as a fault")
+    encode_threads: int = option(2, "threads that encode long prompts")
+    drain_seconds: float = option(30.0, "how long open requests may go on after SIGTERM")
+    max_body_bytes: int = option(16 * MIB, "largest request body")
+    max_choices: int = option(8, "largest n")
+    max_streams: int = option(4_096, "open generations of this process")
+    max_waiting: int = option(1_024, "of them, those without a token yet")
+    request_seconds: float = option(3_600.0, "deadline of a request")
+    stream_stall_seconds: float = option(30.0, "a client that reads nothing for so long is cut off")
+    log_format: Literal["text", "json"] = option("text", "text or json")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "debug, info, warning or error")
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "max_output_tokens": (1, 1 << 30),
+            "encode_threads": (1, 64),
+            "drain_seconds": (0, 3_600),
+            "max_body_bytes": (1_024, 64 * MIB),
+            "max_choices": (1, 128),
+            "max_streams": (1, 1 << 20),
+            "max_waiting": (1, 1 << 20),
+            "request_seconds": (1, 14_400),
+            "stream_stall_seconds": (0.01, 3_600),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise FieldError(name, f"must be {low} to {high}")
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of requests that follow from these options."""
+        return Limits(
+            body=self.max_body_bytes,
+            choices=self.max_choices,
+            choices_in_flight=max(64, self.max_choices),
+            streams=self.max_streams,
+            queue=self.max_waiting,
+            deadline_seconds=self.request_seconds,
+            stream_stall_seconds=self.stream_stall_seconds,
+        )
+
+
+def read_api_keys(path: Path) -> tuple[tuple[str, str], ...]:
+    """(tenant, key) pairs: one key per line, optionally `tenant key`; `#` starts a comment."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"[gateway] api_key_file: cannot read {path}: {error}") from None
+    keys: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 2 or len(words[-1]) < 8 or not words[-1].isascii():
+            raise ConfigError(f"{path}:{number}: a line is `key` or `tenant key`; a key has 8 or more ASCII characters")
+        keys.append((words[0] if len(words) == 2 else f"key-{number}", words[-1]))
+    if not keys:
+        raise ConfigError(f"{path} holds no key; leave api_key_file out to run without")
+    return tuple(keys)

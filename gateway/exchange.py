@@ -1,0 +1,72 @@
+"""One HTTP request as handlers see it: its body, its labels, who asks, and the headers its answer will carry."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from gateway.errors import ApiError, invalid
+from gateway.limits import Admission, Limits
+from gateway.schema import BodyDecoder
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Lives as long as its request."""
+
+    request: web.Request
+    label: str  # the client's x-request-id or ours; for logs only
+    tenant: str = ""
+    traceparent: str = ""
+    received_s: float = field(default_factory=time.monotonic)
+    headers: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)  # sizes for the access log and the span, never text
+
+
+async def read_body(
+    exchange: Exchange, kind: type[Body], decoder: BodyDecoder, admission: Admission, limits: Limits
+) -> Body:
+    """The decoded body. Refuses other content types, sizes and shapes than documented."""
+    request = exchange.request
+    if "Content-Type" in request.headers and request.content_type != "application/json":
+        raise invalid(None, f"Content-Type is {request.content_type!r}; send application/json")
+    if request.charset and request.charset.lower() not in ("utf-8", "utf8", "us-ascii"):
+        raise invalid(None, f"the charset is {request.charset!r}; send UTF-8")
+    expected = request.content_length or 0
+    if expected > limits.body:
+        raise _too_large(limits)
+    admission.take_body(expected)
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            data = await request.read()
+        return decoder.decode(data or b"{}", kind)
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(limits) from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+    finally:
+        admission.free_body(expected)
+
+
+def json_response(exchange: Exchange, value: object, status: int = 200) -> web.Response:
+    return web.Response(
+        body=_encode(value), status=status, content_type="application/json", charset="utf-8", headers=exchange.headers
+    )
+
+
+def error_response(exchange: Exchange, error: ApiError) -> web.Response:
+    if error.retry_after_s is not None:
+        exchange.headers["Retry-After"] = str(error.retry_after_s)
+    exchange.notes["error"] = error.code
+    return json_response(exchange, error.body(), error.status)
+
+
+def _too_large(limits: Limits) -> ApiError:
+    return ApiError(413, f"the body is larger than {limits.body} bytes", code="request_too_large")

@@ -1,0 +1,317 @@
+"""One HTTP request's generations, from checked prompts to deltas of text, whatever dialect asked.
+
+A `Job` is one prompt with its n choices, a `Generation` all jobs of one HTTP request. It starts them, turns the mesh's
+answers into `Update`s, notices stop ids and stop strings, keeps counts and timings, and cancels what is open when the
+client leaves. It knows neither JSON nor HTTP.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gateway.errors import ApiError, ended, refused
+from gateway.journal.events import Emit, Ended, Refused, Start
+from gateway.limits import Admission, Limits
+from gateway.mesh import Answer, Mailbox, Mesh
+from gateway.metrics import GatewayMetrics
+from gateway.text.output_parser import Delta, OutputParser
+from meshkit.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+
+KEEP_ALIVE_SECONDS = 15.0
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One of the n answers to a prompt."""
+
+    index: int  # in the HTTP answer
+    output: OutputParser
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: str | None = None
+    matched: str | int | None = None  # the stop string or stop id that ended it
+    matched_eos: bool = False
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """What vLLM's clients read: like `matched`, but None when the model ended by itself."""
+        return None if self.matched_eos else self.matched
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One prompt."""
+
+    request_id: RequestId
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+    choices: list[Choice]
+    terminals: frozenset[int]  # ids that end a choice
+    eos_ids: frozenset[int]
+    rid: str = ""
+    tenant: str = ""
+    priority: int = 0
+    page_keys: tuple[bytes, ...] = ()
+    cached_tokens: int = 0
+    waiting: bool = True
+    closed: bool = False  # given back to admission
+
+    @property
+    def open(self) -> bool:
+        return any(choice.finish is None for choice in self.choices)
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new of a choice. `ids` are its new output ids, `logprobs` one each when asked for."""
+
+    job: Job
+    choice: Choice
+    deltas: list[Delta]
+    ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    ended: bool = False
+
+    def add(self, later: "Update") -> None:
+        """Join what came after; neighbouring texts of a part become one."""
+        deltas = list(later.deltas)
+        if self.deltas and deltas and self.deltas[-1].kind == deltas[0].kind:
+            last, first = self.deltas.pop(), deltas.pop(0)
+            joined = Delta(
+                last.kind, last.text + first.text, last.tokens + first.tokens, last.logprobs + first.logprobs
+            )
+            deltas.insert(0, joined)
+        self.deltas = [*self.deltas, *deltas]
+        self.ids = [*self.ids, *later.ids]
+        self.logprobs = [*self.logprobs, *later.logprobs]
+        self.ended = self.ended or later.ended
+
+
+class Generation:
+    """All jobs of one HTTP request; use as a context manager, so that leaving it cancels what is still open."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        *,
+        mesh: Mesh,
+        admission: Admission,
+        metrics: GatewayMetrics,
+        limits: Limits,
+        received_s: float,
+        traceparent: str = "",
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`received_s` is the monotonic time at which the HTTP request came in."""
+        self.jobs = jobs
+        self._mesh = mesh
+        self._admission = admission
+        self._metrics = metrics
+        self._limits = limits
+        self._received_s = received_s
+        self._traceparent = traceparent
+        self._on_close = on_close
+        self._by_id = {job.request_id: job for job in jobs}
+        self.mailbox = Mailbox()
+        self._last_emit_s: dict[int, float] = {}  # by choice index
+        self.first_token_s: float | None = None
+        self._started = False
+        self._settled = False
+        self._failed = False
+
+    def __enter__(self) -> "Generation":
+        self._admission.open(len(self.jobs))
+        self._started = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Cancel what is open: the client left, or an error ends the request."""
+        for job in self.jobs:
+            if job.open:
+                self._mesh.client_gone(job.request_id)
+            self._give_back(job)
+        self._settle()
+        self._on_close()
+
+    def start(self) -> None:
+        """Hand every job to the mesh; a job that asks for no token is answered here."""
+        deadline_ms = int(self._limits.deadline_seconds * 1000)
+        for job in self.jobs:
+            if job.params.max_tokens == 0:
+                for number in range(len(job.choices)):
+                    self.mailbox.put(Ended(job.request_id, number, FinishReason.LENGTH))
+                continue
+            start = Start(
+                request_id=job.request_id,
+                prompt=np.asarray(job.prompt, np.int32),
+                page_keys=job.page_keys,
+                params=job.params,
+                seed=job.seed,
+                n=len(job.choices),
+                tenant=job.tenant,
+                priority=job.priority,
+                deadline_ms=deadline_ms,
+                traceparent=self._traceparent,
+            )
+            self._mesh.start(start, self.mailbox.put)
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """Batches of what is new until every choice has ended, one update per choice; empty when a keep-alive is due.
+
+        Raises ApiError when a job is refused or a choice ends with an error.
+        """
+        while any(job.open for job in self.jobs):
+            answers = await self.mailbox.take(KEEP_ALIVE_SECONDS)
+            fresh: dict[int, Update] = {}
+            try:
+                for answer in answers:
+                    if (update := self._take(answer)) is None:
+                        continue
+                    if (known := fresh.get(update.choice.index)) is None:
+                        fresh[update.choice.index] = update
+                    else:
+                        known.add(update)
+            except ApiError:
+                if fresh:
+                    yield list(fresh.values())
+                raise
+            if fresh or not answers:
+                yield list(fresh.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(job.prompt) for job in self.jobs)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(choice.ids) for job in self.jobs for choice in job.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(job.cached_tokens for job in self.jobs)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.output.reasoning_tokens for job in self.jobs for choice in job.choices)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._received_s
+
+    def usage(self) -> dict[str, object]:
+        """Usage as every OpenAI dialect writes it, of what has been sampled so far."""
+        prompt, output, cached = self.prompt_tokens, self.output_tokens, self.cached_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "prompt_cache_hit_tokens": cached,
+            "prompt_cache_miss_tokens": prompt - cached,
+        }
+
+    def _take(self, answer: Answer) -> Update | None:
+        job = self._by_id[answer.request_id]
+        if isinstance(answer, Refused):  # the mesh keeps nothing of this job
+            for choice in job.choices:
+                choice.finish = "error"
+            self._failed = True
+            raise refused(answer.verdict, answer.message, answer.retry_after_ms)
+        choice = job.choices[answer.choice]
+        if choice.finish is not None:
+            return None
+        if isinstance(answer, Emit):
+            return self._emitted(job, choice, answer)
+        return self._ended(job, choice, answer)
+
+    def _emitted(self, job: Job, choice: Choice, emit: Emit) -> Update:
+        if job.waiting:
+            self._leave_queue(job)
+        job.cached_tokens = max(job.cached_tokens, emit.cached_tokens)
+        ids: Sequence[int] = emit.ids
+        logprobs = emit.logprobs
+        parser = choice.output
+        deltas = parser.push(ids, logprobs or None)
+        if parser.matched_stop is not None:
+            keep = parser.kept_ids
+            ids = ids[: keep - len(choice.ids)]
+            logprobs = logprobs[: len(ids)]
+            choice.finish, choice.matched = "stop", parser.matched_stop
+            self._metrics.finished["stop"] += 1
+            self._mesh.stop_choice(job.request_id, job.choices.index(choice), keep)
+        elif ids and ids[-1] in job.terminals:  # only the last can be one: the mesh ends the choice there
+            choice.matched, choice.matched_eos = ids[-1], ids[-1] in job.eos_ids
+        self._time_tokens(choice, len(ids), bool(deltas))
+        choice.ids += ids
+        choice.logprobs += logprobs
+        if not job.open:
+            self._give_back(job)
+        return Update(job, choice, deltas, ids, logprobs, ended=choice.finish is not None)
+
+    def _ended(self, job: Job, choice: Choice, answer: Ended) -> Update:
+        if answer.reason == FinishReason.ERROR:
+            choice.finish = "error"
+            self._failed = True
+            raise ended(answer.error_code, answer.error_message)
+        deltas = choice.output.finish()
+        choice.finish = _FINISH[answer.reason]
+        self._metrics.finished[choice.finish] += 1
+        if not job.open:
+            self._give_back(job)
+        return Update(job, choice, deltas, ended=True)
+
+    def _time_tokens(self, choice: Choice, count: int, text: bool) -> None:
+        """Time to the first text once per request, then the gap per token of each choice."""
+        now = time.monotonic()
+        if self.first_token_s is None and text:
+            self.first_token_s = now - self._received_s
+            self._metrics.first_token.observe(self.first_token_s)
+        last = self._last_emit_s.get(choice.index)
+        self._last_emit_s[choice.index] = now
+        if last is not None and count:
+            self._metrics.inter_token.observe((now - last) / count, count)
+
+    def _leave_queue(self, job: Job) -> None:
+        job.waiting = False
+        self._admission.first_token()
+
+    def _give_back(self, job: Job) -> None:
+        """Return what admission lent to this job; once."""
+        if job.closed or not self._started:
+            return
+        job.closed = True
+        if job.waiting:
+            self._leave_queue(job)
+        self._admission.close()
+
+    def _settle(self) -> None:
+        """Book the request's totals; once."""
+        if self._settled:
+            return
+        self._settled = True
+        metrics, elapsed = self._metrics, self.elapsed_s()
+        metrics.prompt_tokens += self.prompt_tokens
+        metrics.output_tokens += self.output_tokens
+        metrics.cached_tokens += self.cached_tokens
+        if self._failed:
+            metrics.finished["error"] += 1
+            return
+        if any(job.open for job in self.jobs):
+            metrics.aborted += 1
+            return
+        metrics.prompt_sizes.observe(self.prompt_tokens)
+        metrics.output_sizes.observe(self.output_tokens)
+        metrics.end_to_end.observe(elapsed)
+        if self.first_token_s is not None and self.output_tokens > 1:
+            metrics.per_output_token.observe((elapsed - self.first_token_s) / (self.output_tokens - 1))
+
+
+def check_choices_in_flight(count: int, limits: Limits) -> None:
+    if count > limits.choices_in_flight:
+        raise ApiError(
+            400, f"{count} choices in one request; allowed are {limits.choices_in_flight} (prompts times n)", param="n"
+        )

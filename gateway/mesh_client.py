@@ -1,0 +1,135 @@
+"""The journal's shell: carries out its effects over gRPC and feeds it what happens, on the gateway's event loop.
+
+One bidirectional stream to the scheduler at a time and unary Submits beside it. All decisions are the journal's; the
+common effects are `meshkit.shell`'s.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+from meshpb.v1.scheduler_pb2_grpc import SchedulerStub
+
+from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
+from gateway.journal.journal import Journal
+from gateway.mesh import Sink
+from meshkit import wire
+from meshkit.channel import open_channel
+from meshkit.core import Call, Dial, Replied
+from meshkit.errors import MeshError
+from meshkit.frames import SchedulerStatus
+from meshkit.obs import Metrics
+from meshkit.shell import Shell, reason_of
+from meshkit.types import RequestId
+from meshkit.wire import Link
+
+_FAREWELL_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class MeshClient:
+    """A `Mesh` that reaches a real scheduler. Made inside an event loop; `run` must be running."""
+
+    def __init__(self, journal: Journal, scheduler: str, metrics: Metrics | None = None) -> None:
+        """`scheduler` is its address."""
+        self._journal = journal
+        self._scheduler = scheduler
+        self._shell = Shell(journal, self._carry_out, metrics)
+        self._sinks: dict[RequestId, Sink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stub: Any = None  # Any: the generated stub is typed for the blocking API
+
+    # ---- what handlers call -----------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> SchedulerStatus | None:
+        """The last word of the scheduler attached, or of the one lost (not ready then)."""
+        status = self._journal.status
+        return status if self._journal.attached or status.model is not None else None
+
+    def start(self, start: Start, sink: Sink) -> None:
+        self._sinks[start.request_id] = sink
+        self._shell.post(start)
+
+    def client_gone(self, request_id: RequestId) -> None:
+        self._sinks.pop(request_id, None)
+        self._shell.post(ClientGone(request_id))
+
+    def stop_choice(self, request_id: RequestId, choice: int, keep: int) -> None:
+        self._shell.post(StopChoice(request_id, choice, keep))
+        self._drop_finished(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._shell.post(AbortRequest(request_id))
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Dial and keep going until cancelled; says Bye on the way out. Raises what the journal raised."""
+        async with open_channel(self._scheduler) as channel:
+            self._stub = SchedulerStub(channel)
+            try:
+                await self._shell.run()
+            finally:
+                await self._leave()
+
+    async def _leave(self) -> None:
+        self._shell.farewell("the gateway leaves")
+        tasks = list(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=_FAREWELL_SECONDS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- effects ----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Any) -> None:
+        match effect:
+            case Emit(request_id=request_id):
+                self._sinks[request_id](effect)
+            case Ended(request_id=request_id) | Refused(request_id=request_id):
+                self._sinks[request_id](effect)
+                self._drop_finished(request_id)
+            case Call():
+                self._spawn(self._submit(effect))
+            case Dial(conn=conn):
+                self._shell.reserve(conn, Link.GATEWAY_UP)
+                self._spawn(self._attach(conn))
+            case _:
+                raise AssertionError(f"the journal has no effect {effect!r}")
+
+    def _drop_finished(self, request_id: RequestId) -> None:
+        if request_id not in self._journal.entries:
+            self._sinks.pop(request_id, None)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _submit(self, call: Call) -> None:
+        """One Submit. Whatever goes wrong leaves the outcome unknown; the journal tries the same key again."""
+        reply = None
+        try:
+            message = await self._stub.Submit(wire.encode_submit(call.request), timeout=call.timeout_ms / 1000)
+            reply = wire.decode_submit_reply(message)
+        except (MeshError, grpc.aio.AioRpcError) as error:
+            log.warning("Submit failed: %s", reason_of(error))
+        self._shell.post(Replied(call.call, reply))
+
+    async def _attach(self, conn: int) -> None:
+        """One attachment, from dialling to its end."""
+        reason = "closed"
+        call = self._stub.AttachGateway()
+        try:
+            await call.wait_for_connection()
+            await self._shell.carry(conn, "scheduler", call)
+        except (MeshError, grpc.aio.AioRpcError) as error:
+            reason = reason_of(error)
+        finally:
+            call.cancel()
+            self._shell.release(conn, reason)

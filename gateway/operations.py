@@ -1,0 +1,109 @@
+"""Routes for operators and probes: models, health, metrics, server information, abort."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aiohttp import web
+
+from gateway.errors import ApiError
+from gateway.exchange import Exchange, error_response, json_response
+from gateway.schema import AbortRequest
+from gateway.service import Gateway
+from meshkit.frames import SchedulerStatus
+
+
+async def list_models(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    return json_response(exchange, {"object": "list", "data": [gateway.model.card()]})
+
+
+async def one_model(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    name = exchange.notes["model"]
+    if not gateway.model.answers_to(name):
+        text = f"the model {name!r} does not exist here; this server has {gateway.model.name!r}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+    return json_response(exchange, gateway.model.card())
+
+
+async def health(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """This process serves HTTP and is not leaving."""
+    if gateway.admission.draining:
+        return error_response(exchange, ApiError(503, "this gateway is shutting down", retry_after_s=2))
+    return json_response(exchange, {"status": "ok"})
+
+
+async def ready(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """A request sent now would run."""
+    trouble = gateway.trouble()
+    if trouble is not None:
+        return error_response(exchange, trouble)
+    return json_response(exchange, {"status": "ready"})
+
+
+async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    headers = {**exchange.headers, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+    return web.Response(body=gateway.metrics.exposition(), headers=headers)
+
+
+async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    model, limits = gateway.model, gateway.limits
+    return json_response(
+        exchange,
+        {
+            "version": build_version(),
+            "served_model_name": model.name,
+            "model_path": str(gateway.config.model),
+            "max_model_len": model.max_context,
+            "context_length": model.max_context,
+            "max_output_tokens": gateway.config.max_output_tokens,
+            "ready": gateway.trouble() is None,
+            "limits": {name: getattr(limits, name) for name in limits.__slots__},
+            "api_keys": gateway.config.api_key_file is not None,
+            "open_requests": gateway.admission.streams,
+            "mesh": _mesh_state(gateway.mesh.status),
+        },
+    )
+
+
+async def model_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    model = gateway.model
+    return json_response(
+        exchange,
+        {
+            "model_path": str(gateway.config.model),
+            "tokenizer_path": str(gateway.config.model),
+            "served_model_name": model.name,
+            "is_generation": True,
+            "max_model_len": model.max_context,
+            "vocab_size": model.vocab_size,
+            "eos_token_id": list(model.eos_ids),
+            "revision": model.revision or None,
+            "default_thinking": model.default_thinking,
+            "effort_revision": model.effort_revision,
+        },
+    )
+
+
+async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    body = await gateway.body(exchange, AbortRequest)
+    if body.abort_all:
+        gateway.abort_all()
+    elif body.rid:
+        gateway.abort(body.rid)
+    return json_response(exchange, {"success": True})
+
+
+def build_version() -> str:
+    try:
+        return version("v4mesh")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _mesh_state(status: SchedulerStatus | None) -> dict[str, Any] | None:
+    if status is None:
+        return None
+    names = ("ready", "draining", "running", "waiting", "workers", "preemptions")
+    state: dict[str, Any] = {name: getattr(status, name) for name in names}
+    state["pages"] = {"total": status.pages_total, "free": status.pages_free}
+    state["slots"] = {"total": status.slots_total, "free": status.slots_free}
+    return state

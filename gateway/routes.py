@@ -1,0 +1,96 @@
+"""The table of routes, and the look-up that forgives what clients get wrong in paths.
+
+Repeated slashes collapse and one at the end is ignored; HEAD is answered wherever GET is. Model names may hold
+slashes. Each route says whether it needs a key: probes do not.
+"""
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from gateway.chat import chat_completions
+from gateway.completions import completions
+from gateway.errors import ApiError
+from gateway.exchange import Exchange
+from gateway.generate import generate
+from gateway.operations import (
+    abort_request,
+    health,
+    list_models,
+    metrics,
+    model_info,
+    one_model,
+    ready,
+    server_info,
+)
+from gateway.service import Gateway
+from gateway.tokenize import detokenize, tokenize
+
+Handler = Callable[[Gateway, Exchange], Awaitable[web.StreamResponse]]
+
+_SLASHES = re.compile(r"/{2,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One or more paths of the same meaning. `operation` is the span's name, empty for what is no inference."""
+
+    paths: tuple[str, ...]
+    methods: tuple[str, ...]
+    handler: Handler
+    operation: str = ""
+    open: bool = False  # needs no key
+
+
+ROUTES = (
+    Route(("/v1/chat/completions", "/chat/completions", "/beta/chat/completions"), ("POST",), chat_completions, "chat"),
+    Route(("/v1/completions", "/completions", "/beta/completions"), ("POST",), completions, "text_completion"),
+    Route(("/generate",), ("POST", "PUT"), generate, "text_completion"),
+    Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize),
+    Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize),
+    Route(("/v1/models", "/models"), ("GET",), list_models),
+    Route(("/health",), ("GET",), health, open=True),
+    Route(("/ping",), ("GET", "POST"), health, open=True),
+    Route(("/ready",), ("GET",), ready, open=True),
+    Route(("/metrics",), ("GET",), metrics, open=True),
+    Route(("/server_info", "/get_server_info"), ("GET",), server_info),
+    Route(("/model_info", "/get_model_info"), ("GET",), model_info),
+    Route(("/abort_request",), ("POST",), abort_request),
+)
+_MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
+_MODEL_PREFIXES = ("/v1/models/", "/models/")
+_BY_PATH = {path: route for route in ROUTES for path in route.paths}
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A route found, and the model name in the path if it has one."""
+
+    route: Route
+    model: str = ""
+
+
+def find(method: str, path: str) -> Match:
+    """The route of a request. Raises 404 for an unknown path, 405 for a known one with another method."""
+    path = _SLASHES.sub("/", path)
+    if len(path) > 1:
+        path = path.removesuffix("/")
+    match = _match(path)
+    if match is None:
+        raise ApiError(404, f"there is no route {path[:200]}", code="not_found")
+    if ("GET" if method == "HEAD" else method) not in match.route.methods:
+        allowed = ", ".join(match.route.methods)
+        raise ApiError(405, f"{path} does not answer {method}; allowed: {allowed}", code="method_not_allowed")
+    return match
+
+
+def _match(path: str) -> Match | None:
+    route = _BY_PATH.get(path)
+    if route is not None:
+        return Match(route)
+    for prefix in _MODEL_PREFIXES:
+        if path.startswith(prefix):
+            return Match(_MODEL, path.removeprefix(prefix))
+    return None

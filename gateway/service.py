@@ -1,0 +1,193 @@
+"""The gateway as one object: what all handlers share, and how a checked request becomes a running generation."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from gateway.config import GatewayConfig
+from gateway.encoding import PromptEncoder
+from gateway.errors import ApiError, invalid, unavailable
+from gateway.exchange import Exchange, read_body
+from gateway.generation import Choice, Generation, Job, check_choices_in_flight
+from gateway.limits import Admission
+from gateway.mesh import Mesh
+from gateway.metrics import GatewayMetrics
+from gateway.models import ServedModel, read_model_folder
+from gateway.schema import BodyDecoder
+from gateway.sse import StallGuard
+from gateway.text.output_parser import OutputParser
+from gateway.text.tokenizer import Tokenizer
+from gateway.validate import Sampling
+from meshkit.frames import SchedulerStatus
+from meshkit.pages import namespace_key, page_keys
+from meshkit.types import ModelInfo, RequestId
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Gateway:
+    """Shared state of one gateway process. `tokenizer` may be given later; until then requests get 503."""
+
+    def __init__(self, mesh: Mesh, tokenizer: Tokenizer | None, config: GatewayConfig) -> None:
+        self.mesh = mesh
+        self.config = config
+        self.limits = config.limits
+        self._tokenizer = tokenizer
+        self._folder_model = read_model_folder(
+            config.model, served_names=config.served_model_name, effort_revision=config.dsv4_effort_revision
+        )
+        self._model = self._folder_model
+        self._told: ModelInfo | None = None
+        self.admission = Admission(self.limits)
+        self.metrics = GatewayMetrics(self._model.name, lambda: mesh.status)
+        self.encoder = PromptEncoder(config.encode_threads)
+        self.guard = StallGuard(self.limits.stream_stall_seconds)
+        self._decoder = BodyDecoder(self.limits)
+        self._handles: dict[str, list[RequestId]] = {}  # abort handles in flight
+        self._open: set[RequestId] = set()
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise unavailable("the gateway is starting", retry_after_s=2)
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def model(self) -> ServedModel:
+        """The folder's word, corrected by the worker's once there is one."""
+        status = self.mesh.status
+        if status is not None and status.model is not None and status.model is not self._told:
+            self._told = status.model
+            self._model = self._folder_model.told_by(status.model)
+        return self._model
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the weights and the meaning of their KV."""
+        model = self.model
+        return "fp_" + hashlib.blake2b(f"{model.revision}/{model.kv_layout_id}".encode(), digest_size=6).hexdigest()
+
+    def trouble(self) -> ApiError | None:
+        """Why this process is not ready; None when it is."""
+        status = self.mesh.status
+        refusal = self._refusal(status)
+        if refusal is None and status is not None and not status.ready:
+            refusal = unavailable("no worker is ready", _seconds(status.retry_after_ms))
+        return refusal
+
+    def check_ready(self) -> None:
+        """503 while a request could not even be queued. A mesh that has served before takes requests while it heals."""
+        if (refusal := self._refusal(self.mesh.status)) is not None:
+            raise refusal
+
+    def _refusal(self, status: SchedulerStatus | None) -> ApiError | None:
+        if self.admission.draining:
+            return unavailable("this gateway is shutting down", retry_after_s=2)
+        if self._tokenizer is None:
+            return unavailable("the gateway is starting", retry_after_s=2)
+        if status is None:
+            return unavailable("no scheduler is attached", retry_after_s=2)
+        if status.draining:
+            return unavailable("the scheduler is shutting down", _seconds(status.retry_after_ms))
+        if status.model is None:
+            return unavailable("no worker is ready; the model may still be loading", retry_after_s=2)
+        return None
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def body(self, exchange: Exchange, kind: type[Body]) -> Body:
+        return await read_body(exchange, kind, self._decoder, self.admission, self.limits)
+
+    def job(
+        self,
+        exchange: Exchange,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        parsers: Callable[[frozenset[int]], OutputParser],
+        *,
+        param: str,
+        first_index: int = 0,
+        salt: str = "",
+        priority: int = 0,
+        rid: str = "",
+    ) -> Job:
+        """A prompt with its n choices, within the context; lowering max_tokens is told in a header.
+
+        `parsers` makes one choice's output parser, given the ids that end a choice.
+        """
+        if not prompt:
+            raise invalid(param, f"{param} is empty; a prompt has at least one token")
+        model = self.model
+        params, clamped = sampling.for_prompt(len(prompt), model, self.config.max_output_tokens, param)
+        if clamped:
+            exchange.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
+        eos = frozenset(model.eos_ids)
+        terminals = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos)
+        namespace = namespace_key(exchange.tenant, salt, model.revision, model.kv_layout_id)
+        return Job(
+            request_id=RequestId(os.urandom(16)),
+            prompt=prompt,
+            params=params,
+            seed=sampling.seed,
+            choices=[Choice(first_index + number, parsers(terminals)) for number in range(sampling.n)],
+            terminals=terminals,
+            eos_ids=eos,
+            rid=rid,
+            tenant=exchange.tenant,
+            priority=priority,
+            page_keys=tuple(page_keys(prompt, namespace)),
+        )
+
+    def generation(self, exchange: Exchange, jobs: list[Job]) -> Generation:
+        """Bind jobs to this exchange. Raises 400 for an abort handle that is in flight already."""
+        check_choices_in_flight(sum(len(job.choices) for job in jobs), self.limits)
+        handles = list(dict.fromkeys(job.rid for job in jobs if job.rid))
+        for handle in handles:
+            if handle in self._handles:
+                raise invalid("rid", f"rid {handle!r} is already in use by a request in flight")
+        for handle in handles:
+            self._handles[handle] = [job.request_id for job in jobs if job.rid == handle]
+        request_ids = {job.request_id for job in jobs}
+        self._open |= request_ids
+        exchange.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
+        generation: Generation
+
+        def release() -> None:
+            exchange.notes["output_tokens"] = generation.output_tokens
+            self._open.difference_update(request_ids)
+            for handle in handles:
+                del self._handles[handle]
+
+        generation = Generation(
+            jobs,
+            mesh=self.mesh,
+            admission=self.admission,
+            metrics=self.metrics,
+            limits=self.limits,
+            received_s=exchange.received_s,
+            traceparent=exchange.traceparent,
+            on_close=release,
+        )
+        return generation
+
+    def abort(self, handle: str) -> None:
+        """Abort the requests under a client's handle; an unknown one does nothing."""
+        for request_id in self._handles.get(handle, ()):
+            self.mesh.abort(request_id)
+
+    def abort_all(self) -> None:
+        for request_id in list(self._open):
+            self.mesh.abort(request_id)
+
+
+def _seconds(retry_after_ms: int) -> int:
+    return max(1, -(-retry_after_ms // 1000))

@@ -1,0 +1,260 @@
+"""Range checks: from request structs to resolved sampling parameters, or a 400 that names the field.
+
+Everything here is decided before any work is done for a request: no text is encoded and nothing is sent. Features
+that are documented but not there yet are refused with 501, naming the part that is missing.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gateway.errors import ApiError, context_exceeded, invalid, missing_part, out_of_range
+from gateway.limits import Limits
+from gateway.models import ServedModel
+from gateway.schema import RequestFields, SamplingFields
+from meshkit.types import NO_LOGPROBS, SamplingParams
+
+_RANDOM = random.SystemRandom()
+_I64 = 1 << 63
+_GRAMMAR_FIELDS = (
+    "regex",
+    "ebnf",
+    "json_schema",
+    "structural_tag",
+    "choice",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """A request's sampling, checked. `params.max_tokens` is filled in by `for_prompt`, once the prompt is known."""
+
+    params: SamplingParams
+    max_tokens: int | None  # as asked; None: what the context leaves
+    n: int
+    seed: int
+    stops: tuple[str, ...]
+    keep_stop: bool
+    skip_special: bool
+
+    def for_prompt(
+        self, prompt_tokens: int, model: ServedModel, cap: int | None, param: str
+    ) -> tuple[SamplingParams, bool]:
+        """Parameters that fit the context, and whether the client's max_tokens had to be lowered for it."""
+        room = model.max_context - prompt_tokens
+        if room < 1:
+            raise context_exceeded(prompt_tokens, model.max_context, param)
+        if cap is not None:
+            room = min(room, cap)
+        asked = self.max_tokens
+        tokens = room if asked is None else min(asked, room)
+        low = min(self.params.min_tokens, tokens)
+        return replace(self.params, max_tokens=tokens, min_tokens=low), asked is not None and asked > room
+
+
+def check_sampling(
+    fields: SamplingFields,
+    model: ServedModel,
+    limits: Limits,
+    *,
+    default_max_tokens: int | None = None,
+    least_max_tokens: int = 1,
+    top_logprobs: int = NO_LOGPROBS,
+    names: Mapping[str, str] | None = None,
+) -> Sampling:
+    """Check ranges and fill in defaults. `names` maps our field names to the dialect's, for messages."""
+    check = _Checker(names or {})
+    check.refuse_missing(fields)
+    max_tokens = check.integer("max_tokens", fields.max_tokens, None, least_max_tokens)
+    if max_tokens is None:
+        max_tokens = default_max_tokens
+    min_tokens = check.integer("min_tokens", fields.min_tokens, 0, 0)
+    assert min_tokens is not None
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise out_of_range(check.name("min_tokens"), min_tokens, f"0 to {check.name('max_tokens')} = {max_tokens}")
+    params = SamplingParams(
+        temperature=check.number("temperature", fields.temperature, 1.0, 0.0, 2.0),
+        top_k=check.top_k(fields.top_k, model.vocab_size),
+        top_p=check.number("top_p", fields.top_p, 1.0, 0.0, 1.0, low_open=True),
+        min_p=check.number("min_p", fields.min_p, 0.0, 0.0, 1.0),
+        presence_penalty=check.number("presence_penalty", fields.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=check.number("frequency_penalty", fields.frequency_penalty, 0.0, -2.0, 2.0),
+        repetition_penalty=check.number("repetition_penalty", fields.repetition_penalty, 1.0, 0.0, 2.0, low_open=True),
+        max_tokens=0,
+        min_tokens=min_tokens,
+        ignore_eos=bool(fields.ignore_eos),
+        stop_ids=check.stop_ids(fields.stop_token_ids, model.vocab_size, limits),
+        bias=check.bias(fields.logit_bias, model.vocab_size, limits),
+        top_logprobs=top_logprobs,
+    )
+    n = check.integer("n", fields.n, 1, 1, limits.choices)
+    assert n is not None
+    return Sampling(
+        params=params,
+        max_tokens=max_tokens,
+        n=n,
+        seed=check.seed(fields.seed),
+        stops=check.stops(fields.stop, limits),
+        keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special=fields.skip_special_tokens is not False,
+    )
+
+
+class _Checker:
+    """Checks of single fields under the names of one dialect."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._names = names
+
+    def name(self, field: str) -> str:
+        return self._names.get(field, field)
+
+    def number(
+        self, field: str, value: float | None, default: float, low: float, high: float, *, low_open: bool = False
+    ) -> float:
+        if value is None:
+            return default
+        if not (low < value if low_open else low <= value) or value > high:
+            shown = f"more than {low:g} and at most {high:g}" if low_open else f"{low:g} to {high:g}"
+            raise out_of_range(self.name(field), value, shown)
+        return float(value)
+
+    def integer(self, field: str, value: int | None, default: int | None, low: int, high: int = _I64 - 1) -> int | None:
+        if value is None:
+            return default
+        if not low <= value <= high:
+            raise out_of_range(self.name(field), value, f"{low} or more" if high == _I64 - 1 else f"{low} to {high}")
+        return value
+
+    def top_k(self, value: int | None, vocab_size: int) -> int:
+        if value is None or value in (-1, 0):
+            return 0
+        if value < 1:
+            raise out_of_range(self.name("top_k"), value, "-1 or 0 for off, else 1 or more")
+        return 0 if value >= vocab_size else value
+
+    def seed(self, value: int | None) -> int:
+        """The seed, as unsigned 64 bits; drawn from the system's entropy when the client gave none."""
+        if value is None:
+            return _RANDOM.getrandbits(64)
+        if not -_I64 <= value < _I64:
+            raise out_of_range(self.name("seed"), value, f"{-_I64} to {_I64 - 1}")
+        return value & (2 * _I64 - 1)
+
+    def stops(self, value: str | list[str] | None, limits: Limits) -> tuple[str, ...]:
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        name = self.name("stop")
+        if len(stops) > limits.stops:
+            raise invalid(name, f"{name} has {len(stops)} strings; allowed are {limits.stops}")
+        for stop in stops:
+            size = len(stop.encode(errors="replace"))
+            if not 1 <= size <= limits.stop_length:
+                raise invalid(name, f"{name}: a string of {size} bytes; allowed are 1 to {limits.stop_length}")
+        return tuple(stops)
+
+    def stop_ids(self, value: list[int] | None, vocab_size: int, limits: Limits) -> tuple[int, ...]:
+        ids = value or []
+        name = self.name("stop_token_ids")
+        if len(ids) > limits.stop_ids:
+            raise invalid(name, f"{name} has {len(ids)} ids; allowed are {limits.stop_ids}")
+        return check_ids(ids, vocab_size, name)
+
+    def bias(
+        self, value: Mapping[str, float | None] | None, vocab_size: int, limits: Limits
+    ) -> tuple[tuple[int, float], ...]:
+        name = self.name("logit_bias")
+        entries = {key: bias for key, bias in (value or {}).items() if bias is not None}
+        if len(entries) > limits.biases:
+            raise invalid(name, f"{name} has {len(entries)} entries; allowed are {limits.biases}")
+        pairs: dict[int, float] = {}
+        for key, bias in entries.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
+                raise invalid(name, f"{name}: {key[:40]!r} is not a token id; allowed are 0 to {vocab_size - 1}")
+            if not -100.0 <= bias <= 100.0:
+                raise out_of_range(f"{name}[{key}]", bias, "-100 to 100")
+            pairs[int(key)] = float(bias)
+        return tuple(pairs.items())
+
+    def refuse_missing(self, fields: SamplingFields) -> None:
+        """501 for what is documented but not there; values that ask for nothing pass."""
+        for field in _GRAMMAR_FIELDS:
+            if getattr(fields, field) is not None:
+                raise missing_part(self.name(field), "constrained output", "grammar_svc")
+        check_response_format(fields.response_format)
+        if fields.stop_regex:
+            raise missing_part(self.name("stop_regex"), "stopping at a regular expression", "a regex matcher")
+        if fields.prompt_logprobs is not None:
+            raise missing_part("prompt_logprobs", "log-probabilities of the prompt", "a worker that returns them")
+        if fields.truncate_prompt_tokens is not None:
+            raise missing_part("truncate_prompt_tokens", "cutting prompts", "prompt truncation")
+        for field in ("allowed_token_ids", "bad_words"):
+            if getattr(fields, field):
+                raise missing_part(field, "restricting the vocabulary", "token masks")
+
+
+def check_response_format(value: Any) -> None:
+    """Only plain text passes."""
+    if value is None:
+        return
+    kinds = ("text", "json_object", "json_schema", "regex", "structural_tag")
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in kinds:
+        raise invalid("response_format", f"response_format.type must be one of {', '.join(kinds)}")
+    if kind == "json_schema" and not isinstance((value.get("json_schema") or {}).get("schema"), dict):
+        raise invalid("response_format", "response_format.json_schema.schema is missing")
+    if kind != "text":
+        raise missing_part("response_format", "constrained output", "grammar_svc")
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
+    """Token ids within the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise out_of_range(param, wrong, f"token ids 0 to {vocab_size - 1}")
+    return tuple(ids)
+
+
+def check_stream(fields: RequestFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise invalid("stream_options", "stream_options without stream: set stream to true or leave it out")
+
+
+def check_label(param: str, value: str | None, limits: Limits) -> str:
+    """A client's label (salt, user, request id): bounded, printable ASCII; absent is empty."""
+    if value is None:
+        return ""
+    if len(value) > limits.label or not (value.isascii() and value.isprintable()):
+        raise invalid(param, f"{param} must be at most {limits.label} printable ASCII characters")
+    return value
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    if not model.answers_to(name):
+        raise ApiError(
+            404,
+            f"the model {name!r} does not exist here; this server has {model.name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def check_priority(value: int | None) -> int:
+    if value is None:
+        return 0
+    if not -(1 << 31) <= value < 1 << 31:
+        raise out_of_range("priority", value, f"{-(1 << 31)} to {(1 << 31) - 1}")
+    return value
+
+
+def check_top_logprobs(param: str, value: int | None, limits: Limits) -> int:
+    if value is None:
+        return 0
+    if not 0 <= value <= limits.top_logprobs:
+        raise out_of_range(param, value, f"0 to {limits.top_logprobs}")
+    return value
