@@ -68,7 +68,7 @@ async def test_deadline_is_mandatory_and_passed_to_inner_calls(tmp_path):
 
         async with serving(tmp_path, "outer", echo(outer)) as address:
             left = float(await call(address, timeout=3.0))
-            assert 2.0 < left <= 2.98
+            assert 2.0 < left < 3.0  # gRPC rounds timeouts up on the wire
             with pytest.raises(BadRequest, match="no deadline"):
                 await call(address, timeout=None)
             async with grpc.aio.insecure_channel(address) as bare:
