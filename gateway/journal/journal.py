@@ -30,7 +30,7 @@ from meshkit.uplink import MS, NEVER, Change, LinkTiming, Uplink
 Event = Start | ClientGone | StopChoice | AbortRequest | Opened | Received | Closed | Replied | Tick
 
 GROWTH_TOKENS = 4096
-_AGAIN = {Verdict.STALE_ATTACH, Verdict.SUPERSEDED, Verdict.CANCELLED}
+_AGAIN = {Verdict.SUPERSEDED, Verdict.CANCELLED}
 _BUSY = {Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING}
 
 
@@ -247,7 +247,10 @@ class Journal:
 
     def _turned_down(self, entry: Entry, reply: SubmitReply, now_ns: int, out: list[Any]) -> None:
         verdict = reply.verdict
-        if verdict in _AGAIN:
+        if verdict is Verdict.STALE_ATTACH:  # of the attachment in force: the scheduler knows sooner that it is gone
+            out.append(Count("submit_stale_attach"))
+            self._attachment(self._link.drop("the scheduler has given this attachment up", now_ns, out), now_ns)
+        elif verdict in _AGAIN:
             out.append(Count(f"submit_{verdict.name.lower()}"))
             self._cancel_rows(entry)
             self._restart(entry, now_ns + self._pause_ns())

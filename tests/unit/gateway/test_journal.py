@@ -264,7 +264,13 @@ def test_an_unknown_outcome_is_retried_with_the_same_key(rig):
     assert again.request.choices == call.request.choices and again.request.remaining_ms < 60_000
 
 
-@pytest.mark.parametrize("verdict", [Verdict.STALE_ATTACH, Verdict.SUPERSEDED, Verdict.CANCELLED])
+def test_a_stale_attachment_is_given_up_at_once(rig):
+    (call,) = only(rig(start()), Call)
+    out = rig(Replied(call.call, SubmitReply(Verdict.STALE_ATTACH)))
+    assert only(out, Close) and not rig.journal.attached and rig.journal.entries
+
+
+@pytest.mark.parametrize("verdict", [Verdict.SUPERSEDED, Verdict.CANCELLED])
 def test_a_lost_race_is_the_next_attempt(rig, verdict):
     (call,) = only(rig(start()), Call)
     assert not only(rig(Replied(call.call, SubmitReply(verdict))), Refused)

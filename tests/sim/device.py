@@ -1,0 +1,151 @@
+"""The executor under simulation: rings, pages and tails hold digests of the ids that should have made them.
+
+Reading a ring, page or tail that is unwritten, stale, torn or of another sequence raises `Violation`; so does a write
+into a published page. What is read decides the next token, see `reference`.
+"""
+
+from dataclasses import dataclass, field
+
+from meshkit.types import PAGE_TOKENS
+from tests.sim.reference import START_DIGEST, Sampler, fold, new_sampler
+from worker_svc.core.table import SlotTable
+from worker_svc.core.work import CopyWork, RowOutcome, RowWork, StepOutcome, StepWork, TailWork
+
+RING = 192
+
+
+class Violation(AssertionError):
+    """An invariant does not hold; `rule` names it."""
+
+    def __init__(self, rule: str, message: str) -> None:
+        super().__init__(f"{rule}: {message}")
+        self.rule = rule
+
+
+@dataclass(slots=True)
+class Page:
+    """Digest before the first entry and after each; `run` entries form one unbroken chain from offset 0."""
+
+    before: int = -1
+    after: list[int] = field(default_factory=lambda: [-1] * PAGE_TOKENS)
+    run: int = 0
+    torn: bool = False
+
+    def clone(self) -> "Page":
+        return Page(self.before, list(self.after), self.run, self.torn)
+
+    def write(self, offset: int, before: int, after: int) -> None:
+        if offset == 0:
+            self.before, self.torn = before, False
+        elif offset > self.run or self.after[offset - 1] != before:
+            self.torn = True
+        self.after[offset] = after
+        self.run = offset + 1
+
+
+@dataclass(slots=True)
+class Place:
+    """Device state of one slot. `ring` maps a position to the digest of everything before it."""
+
+    sampler: Sampler
+    ring: dict[int, int]
+
+
+class Device:
+    """One worker's pools. `park` decides which sampling rows are parked."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self.table = table
+        self.pages = [Page() for _ in range(table.pools.pages * table.pools.ranks)]
+        self.tails: list[tuple[int, int]] = [(0, -1)] * (table.pools.tails * table.pools.ranks)
+        self.places: dict[int, Place] = {}
+
+    def run(self, work: StepWork, parked: set[int]) -> StepOutcome:
+        """Execute a step; rows whose index is in `parked` sample nothing."""
+        for init in work.inits:
+            sampler = new_sampler(init.seed, init.choice, init.params, init.emitted, init.prompt)
+            self.places[init.slot] = Place(sampler, {0: START_DIGEST})
+        for copy in work.copies:
+            self._copy(copy)
+        for load in work.tail_loads:
+            pos, digest = self.tails[load.tail]
+            if pos != load.pos:
+                raise Violation("tail", f"slot {load.slot} loads tail {load.tail} at {load.pos}; it holds {pos}")
+            self.places[load.slot].ring = {pos: digest}
+        for row in work.rows:
+            self._forward(row)
+        for save in work.saves:
+            self._save(save)
+        return StepOutcome(rows=tuple(self._sample(row, i in parked) for i, row in enumerate(work.rows)))
+
+    def refresh(self, saves: tuple[TailWork, ...]) -> None:
+        """Save tails after sampling."""
+        for save in saves:
+            self._save(save)
+
+    def published(self, page: int) -> int:
+        """Check that a page just published is whole; returns the digest at its end."""
+        content = self.pages[page]
+        if content.torn or content.run != PAGE_TOKENS:
+            raise Violation("I5", f"published page {page} has {content.run} entries, torn {content.torn}")
+        return content.after[-1]
+
+    def published_tail(self, tail: int, page: int) -> None:
+        """A published tail must be the state at the end of its page."""
+        if self.tails[tail][1] != self.pages[page].after[-1]:
+            raise Violation("I5", f"published tail {tail} is not the state at the end of page {page}")
+
+    def _copy(self, copy: CopyWork) -> None:
+        self.places[copy.dst].ring = dict(self.places[copy.src].ring)
+        if copy.src_page >= 0:
+            self.pages[copy.dst_page] = self.pages[copy.src_page].clone()
+
+    def _forward(self, row: RowWork) -> None:
+        place = self.places[row.slot]
+        digest = place.ring.get(row.start, -1)
+        if digest < 0:
+            raise Violation("ring", f"slot {row.slot} starts at {row.start}, where its ring holds nothing")
+        self._check_pages(row, digest)
+        ring = {pos: value for pos, value in place.ring.items() if row.start - RING < pos <= row.start}
+        published = self.table.published
+        page, number = None, -1
+        for pos, token in enumerate(row.ids, row.start):
+            after = fold(digest, (token,))
+            if pos >= row.write_from:
+                if page is None or not pos % PAGE_TOKENS:
+                    number = row.pages[pos // PAGE_TOKENS]
+                    page = self.pages[number]
+                    if number in published:
+                        raise Violation("I4", f"slot {row.slot} writes position {pos} into published page {number}")
+                page.write(pos % PAGE_TOKENS, digest, after)
+            digest = after
+            ring[pos + 1] = after
+        place.ring = ring
+
+    def _check_pages(self, row: RowWork, digest: int) -> None:
+        """Everything below `start` must be this sequence's, whole, in its own pages."""
+        expected = START_DIGEST
+        full, rest = divmod(row.start, PAGE_TOKENS)
+        for index in range(full + (rest > 0)):
+            page = self.pages[row.pages[index]]
+            need = PAGE_TOKENS if index < full else rest
+            if page.torn or page.run < need or page.before != expected:
+                raise Violation("I4", f"slot {row.slot} reads page {row.pages[index]}: {page.run} of {need} entries")
+            expected = page.after[need - 1]
+        if expected != digest:
+            raise Violation("I4", f"slot {row.slot} at {row.start}: its pages and its ring are of different sequences")
+
+    def _save(self, save: TailWork) -> None:
+        digest = self.places[save.slot].ring.get(save.pos, -1)
+        if digest < 0:
+            raise Violation("tail", f"slot {save.slot} saves a tail at {save.pos}, which its ring does not hold")
+        if save.tail in self.table.tails:
+            raise Violation("I4", f"slot {save.slot} writes into published tail {save.tail}")
+        self.tails[save.tail] = (save.pos, digest)
+
+    def _sample(self, row: RowWork, parked: bool) -> RowOutcome:
+        if not row.sample_last or parked:
+            return RowOutcome(())
+        place = self.places[row.slot]
+        token, logprobs = place.sampler.sample(place.ring[row.start + len(row.ids)], row.out_pos)
+        return RowOutcome((token,), () if logprobs is None else (logprobs,))

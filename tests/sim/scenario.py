@@ -1,0 +1,188 @@
+"""What a seed means: knobs, requests and faults, each drawn from its own generator so that shrinking one keeps the rest.
+
+A scenario is plain data; `world.run` executes it. Times are virtual milliseconds.
+"""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from meshkit.types import PAGE_TOKENS, SamplingParams
+from tests.sim.reference import VOCAB
+
+LONG_DEADLINE_MS = 120_000
+"""A deadline that no run may reach: missing it is a hang."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Knobs:
+    """Sizes and times of one mesh. The defaults are the tame ones that shrinking goes back to."""
+
+    gateways: int = 1
+    workers: int = 1
+    depth: int = 1
+    slots: int = 4
+    pages: int = 24
+    tails: int = 8
+    chunk_tokens: int = 1024
+    step_ms: int = 10
+    delay_ms: float = 1.0
+    park: float = 0.0  # chance that a sampling row is parked
+    step_error: float = 0.0  # chance that a step fails
+    late_frames: bool = False  # frames may still arrive on a stream its owner has closed
+    queue_requests: int = 1000
+    gateway_grace_ms: int = 3000
+    rebind_grace_ms: int = 1000
+    orphan_ms: int = 2000
+    suspect_ms: int = 1500
+    resume_wait_ms: int = 500
+    park_ms: int = 4000
+    adopt_ids: int = 128
+    configured: bool = True  # the scheduler knows its workers' names
+    bypass: int = 32
+    scan: int = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestSpec:
+    """One client. Cancel and stop come after so many ids of choice 0, -1 = never."""
+
+    number: int
+    at_ms: float
+    gateway: int
+    prompt: list[int]
+    params: SamplingParams
+    n: int
+    seed: int
+    tenant: str
+    priority: int
+    deadline_ms: int
+    cancel_after: int = -1
+    stop_after: int = -1
+    abort_ms: float = -1.0
+
+    @property
+    def request_id(self) -> bytes:
+        return self.number.to_bytes(16, "big")
+
+
+@dataclass(slots=True, kw_only=True)
+class Fault:
+    """One fault: `kind` at `at_ms`, on process `target`; meanings of a and b are the kind's (see world)."""
+
+    kind: str
+    at_ms: float
+    target: int
+    a: float
+    b: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Scenario:
+    """Everything a run needs beside its generators, which are seeded by `seed` too."""
+
+    seed: int
+    knobs: Knobs = field(default_factory=Knobs)
+    requests: list[RequestSpec] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+
+
+def generator(seed: int, concern: str) -> Random:
+    """One generator per concern; strings seed independently of the hash seed."""
+    return Random(f"{seed}/{concern}")
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    knobs = _knobs(generator(seed, "knobs"))
+    workload = generator(seed, "workload")
+    shared = [[workload.randrange(VOCAB) for _ in range(3 * PAGE_TOKENS)] for _ in range(2)]
+    requests = [_request(i, knobs, shared, workload) for i in range(workload.randint(1, 8))]
+    return Scenario(seed=seed, knobs=knobs, requests=requests, faults=_faults(generator(seed, "faults")))
+
+
+def _knobs(rng: Random) -> Knobs:
+    return Knobs(
+        gateways=rng.randint(1, 2),
+        workers=rng.randint(1, 2),
+        depth=rng.randint(1, 3),
+        slots=rng.randint(1, 8),
+        pages=rng.choice((3, 4, 6, 8, 12, 24, 64)),
+        tails=rng.choice((1, 2, 4, 8, 16)),
+        chunk_tokens=rng.choice((16, 32, 100, 256, 300, 1024)),
+        step_ms=rng.choice((2, 10, 40)),
+        delay_ms=rng.choice((0.2, 1.0, 8.0)),
+        park=rng.choice((0.0, 0.0, 0.1, 0.3)),
+        step_error=rng.choice((0.0, 0.0, 0.0, 0.01)),
+        late_frames=rng.random() < 0.5,
+        queue_requests=rng.choice((1000, 1000, 3)),
+        gateway_grace_ms=rng.choice((500, 3000)),
+        rebind_grace_ms=rng.choice((200, 1000)),
+        orphan_ms=rng.choice((300, 2000)),
+        suspect_ms=rng.choice((300, 1500)),
+        resume_wait_ms=rng.choice((100, 500)),
+        park_ms=rng.choice((500, 4000)),
+        adopt_ids=rng.choice((0, 2, 128)),
+        configured=rng.random() < 0.7,
+        bypass=rng.choice((0, 2, 32)),
+        scan=rng.choice((2, 64)),
+    )
+
+
+def _request(number: int, knobs: Knobs, shared: list[list[int]], rng: Random) -> RequestSpec:
+    return RequestSpec(
+        number=number + 1,
+        at_ms=rng.uniform(60, 900),
+        gateway=rng.randrange(knobs.gateways),
+        prompt=_prompt(shared, rng),
+        params=_params(rng),
+        n=rng.choice((1, 1, 1, 1, 2, 3)),
+        seed=rng.getrandbits(64),
+        tenant=rng.choice(("t0", "t1")),
+        priority=rng.choice((0, 0, 0, 1)),
+        deadline_ms=rng.randint(100, 2500) if rng.random() < 0.08 else LONG_DEADLINE_MS,
+        cancel_after=rng.randint(0, 12) if rng.random() < 0.12 else -1,
+        stop_after=rng.randint(1, 10) if rng.random() < 0.1 else -1,
+        abort_ms=rng.uniform(100, 1500) if rng.random() < 0.04 else -1.0,
+    )
+
+
+def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
+    """Short ones, ones that end near a page boundary, long ones; some share a prefix."""
+    length = rng.choice((rng.randint(1, 40), rng.randint(1, 40), rng.randint(248, 260), rng.randint(500, 520)))
+    if rng.random() < 0.1:
+        length = rng.randint(1, 3 * PAGE_TOKENS)
+    if rng.random() < 0.6:
+        return shared[rng.randrange(2)][:length]
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def _params(rng: Random) -> SamplingParams:
+    max_tokens = rng.choice((1, rng.randint(2, 8), rng.randint(2, 24), rng.randint(16, 40)))
+    penalty = rng.random()
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.15 else 0,
+        ignore_eos=rng.random() < 0.3,
+        stop_ids=(rng.randrange(2, VOCAB),) if rng.random() < 0.3 else (),
+        presence_penalty=0.5 if penalty < 0.12 else 0.0,
+        repetition_penalty=1.2 if penalty > 0.9 else 1.0,
+        top_logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else -1,
+    )
+
+
+KINDS = ("break", "half_open", "crash", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
+
+
+def _faults(rng: Random) -> list[Fault]:
+    enabled = [kind for kind in KINDS if rng.random() < 0.5]
+    count = rng.choice((0, 1, 1, 2, 2, 3, 4)) if enabled else 0
+    return [
+        Fault(
+            kind=rng.choice(enabled),
+            at_ms=rng.uniform(50, 1800),
+            target=rng.randrange(100),
+            a=rng.random(),
+            b=rng.random(),
+        )
+        for _ in range(count)
+    ]
