@@ -22,7 +22,7 @@ from meshkit.cli.screen import Screen, shared_options
 from meshkit.cli.turn import Turn, first_model
 from meshkit.exit_codes import Exit
 
-UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6}
+UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0}  # longest endings first
 SHARES = (0.5, 0.9, 0.99)
 
 

@@ -24,15 +24,16 @@ TARGETS = {
 @click.command()
 @click.argument("service", type=click.Choice([*TARGETS, "mesh"]))
 @click.option("--target", metavar="ADDRESS", help="http://HOST:PORT, unix:PATH or HOST:PORT.")
+@click.option("--live", is_flag=True, help="Only: does the process work? Not: can it do its job now?")
 @click.option("--timeout", "timeout_s", default=0.0, metavar="SECONDS", help="Keep asking this long.")
 @shared_options
 @click.pass_obj
-def health(screen: Screen, *, service: str, target: str | None, timeout_s: float) -> int:
-    """Is SERVICE ready? `mesh` asks the gateway whether a worker serves."""
+def health(screen: Screen, *, service: str, target: str | None, live: bool, timeout_s: float) -> int:
+    """Is SERVICE ready? `gateway` answers from its first second on; `mesh` asks it whether a worker serves."""
     where = target or TARGETS["gateway" if service == "mesh" else service]
     until = time.monotonic() + timeout_s
     while True:
-        ready, said = ask(service, where)
+        ready, said = ask(service, where, live=live)
         if ready or time.monotonic() >= until:
             break
         time.sleep(0.2)
@@ -40,7 +41,7 @@ def health(screen: Screen, *, service: str, target: str | None, timeout_s: float
     return 0 if ready else 1
 
 
-def ask(service: str, target: str) -> tuple[bool, str]:
+def ask(service: str, target: str, *, live: bool = False) -> tuple[bool, str]:
     """One question: is it ready, and in which words."""
     if service in ("gateway", "mesh"):
         path = "/health" if service == "gateway" else "/ready"
@@ -49,10 +50,12 @@ def ask(service: str, target: str) -> tuple[bool, str]:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+    from meshkit.health import READY
+
     with grpc.insecure_channel(target) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+            reply = stub.Check(health_pb2.HealthCheckRequest(service="" if live else READY), timeout=3.0)
         except grpc.RpcError as e:
             return False, f"{e.code().name}: {e.details()}"
     name = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)

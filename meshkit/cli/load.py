@@ -6,6 +6,7 @@ clock; nothing is averaged here. Warm-up requests run before, one after the othe
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -137,4 +138,5 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values:
         return 0.0
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    rank = math.ceil(round(share * len(ordered), 9))  # rounded: 0.99 * 100 is a little above 99
+    return ordered[max(rank, 1) - 1]

@@ -32,6 +32,7 @@ class Progress:
         self.color = {s: COLORS[i % len(COLORS)] for i, s in enumerate(services)}
         self.state = dict.fromkeys(services, "starting")
         self.died_at: dict[str, float] = {}
+        self.words: dict[str, tuple[str, ...]] = {}
         self.t0 = time.monotonic()
         self._said_at = self.t0
         self._starting = True
@@ -87,10 +88,12 @@ class Progress:
         self.write(f"{self.screen.paint(f'{name:{self.width}}', self.color[name])}   {said}")
 
     def _last_words(self, event: ServiceEvent) -> None:
-        """A dead service's last lines, where its log was not shown anyway."""
-        if not self.show_log:
-            for line in event.last_lines:
-                self.write(f"{event.service:{self.width}} | {line}")
+        """A dead service's last lines, where its log was not shown anyway; the same words only once."""
+        if self.show_log or event.last_lines == self.words.get(event.service):
+            return
+        self.words[event.service] = event.last_lines
+        for line in event.last_lines:
+            self.write(f"{event.service:{self.width}} | {line}")
 
 
 class LiveProgress(Progress):

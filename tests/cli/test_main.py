@@ -67,7 +67,7 @@ def test_errors_as_json_wherever_the_flag_stands(place: list[str], capsys: pytes
 
 
 def test_a_config_error_ends_with_its_exit_code(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    def fail(*args: object) -> None:
+    def fail(*args: object, **flags: object) -> None:
         raise ConfigError("unknown option prot in [up] (v4mesh.toml:2). Nearest: port")
 
     monkeypatch.setattr("meshkit.cli.health.ask", fail)
@@ -79,7 +79,7 @@ def test_a_config_error_ends_with_its_exit_code(capsys: pytest.CaptureFixture[st
 def test_a_bug_is_one_screen_and_a_traceback_only_with_v(
     flags: list[str], traceback: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(*args: object) -> None:
+    def fail(*args: object, **flags: object) -> None:
         raise ZeroDivisionError("by zero")
 
     monkeypatch.setattr("meshkit.cli.health.ask", fail)
