@@ -78,7 +78,8 @@ class _Entry:
         match: routes.Match | None = None
         try:
             try:
-                match = routes.find(request.method, request.path)
+                match = routes.find(request.path)
+                routes.check_method(match, request.method)
                 response = await self._handle(match, exchange)
             except ApiError as error:
                 response = error_response(exchange, error)

@@ -72,18 +72,23 @@ class Match:
     model: str = ""
 
 
-def find(method: str, path: str) -> Match:
-    """The route of a request. Raises 404 for an unknown path, 405 for a known one with another method."""
+def find(path: str) -> Match:
+    """The route of a path. Raises 404 if there is none."""
     path = _SLASHES.sub("/", path)
     if len(path) > 1:
         path = path.removesuffix("/")
     match = _match(path)
     if match is None:
         raise ApiError(404, f"there is no route {path[:200]}", code="not_found")
+    return match
+
+
+def check_method(match: Match, method: str) -> None:
+    """405 for a known path with another method."""
     if ("GET" if method == "HEAD" else method) not in match.route.methods:
         allowed = ", ".join(match.route.methods)
+        path = match.route.paths[0]
         raise ApiError(405, f"{path} does not answer {method}; allowed: {allowed}", code="method_not_allowed")
-    return match
 
 
 def _match(path: str) -> Match | None:

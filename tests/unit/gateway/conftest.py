@@ -1,7 +1,7 @@
 """A gateway on a real socket with a mesh made of scripts: deterministic tokens, no scheduler, no model."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,6 +192,6 @@ async def served(mesh: FakeMesh, tokenizer: Tokenizer) -> AsyncIterator[Served]:
 
 
 @pytest.fixture
-def serve_with(mesh: FakeMesh, tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+def serve_with(mesh: FakeMesh, tokenizer: Tokenizer) -> Callable[..., Any]:
     """`async with serve_with(option=...) as served` for gateways with other options."""
-    yield lambda tokenizer=tokenizer, **options: serve(mesh, tokenizer, **options)
+    return lambda tokenizer=tokenizer, **options: serve(mesh, tokenizer, **options)

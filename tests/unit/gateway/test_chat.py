@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from meshkit.frames import Verdict
+from meshkit.testing import until
 from meshkit.types import FinishReason
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -278,9 +279,7 @@ async def test_cached_tokens_reach_the_usage(served):
 async def test_abort_ends_the_stream_with_its_reason(served):
     served.mesh.say = lambda start, choice: served.mesh.text("one two three", hold_after=2)
     request = asyncio.create_task(served.events(PATH, {"messages": USER, "stream": True, "rid": "mine"}))
-    while not served.mesh.open:
-        await asyncio.sleep(0.005)
-    await asyncio.sleep(0.05)
+    await until(lambda: bool(served.mesh.open) and served.gateway.admission.waiting == 0)
     status, body, _ = await served.post(PATH, {"messages": USER, "rid": "mine"})
     assert (status, body["error"]["param"]) == (400, "rid") and "already in use" in body["error"]["message"]
     assert (await served.post("/abort_request", {}))[0] == 200
