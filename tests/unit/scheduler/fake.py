@@ -199,8 +199,9 @@ class FakeWorker:
             s.fresh = False
             if sample and self.park((n, s)):
                 if i in chunks:
-                    self._feed(n, s, ids[:-1], saves)
-                    s.next = ids[-1]
+                    self._feed(n, s, ids, saves)  # the forward ran, saves included; only its last token is given up
+                    s.next = s.ids.pop()
+                    s.crc = crc_of(s.ids)
                 states.append(f.RowState.PARKED)
                 counts.append(0)
                 continue

@@ -263,6 +263,9 @@ class Mesh:
             for c, s in enumerate(j.streams):
                 assert (s.ids, s.reason) == reference(j.prompt, j.params, j.seed, c), (j.request_id, c, s)
 
+    def reference(self, journal, choice):
+        return reference(journal.prompt, journal.params, journal.seed, choice)
+
     def idle(self):
         """Every pool is back to free, on both sides, and no fault was counted."""
         self.run()
