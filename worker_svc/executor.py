@@ -67,11 +67,10 @@ class CpuExecutor:
         config = checkpoint.config
         layout = KvLayout(config=config, numerics=numerics or Numerics(), max_verify=max_verify)
         max_context = min(config.max_position_embeddings, pages * PAGE_TOKENS)
-        with torch.inference_mode():
-            pools = KvPools(layout, slots=slots, pages=pages, tails=tails)
-            builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic)
-            model = builder.transformer(pools, stage("build"))
-            draft = builder.draft_layer(model)
+        pools = KvPools(layout, slots=slots, pages=pages, tails=tails)
+        builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic)
+        model = builder.transformer(pools, stage("build"))
+        draft = builder.draft_layer(model)
         info = ModelInfo(
             name=name or folder.resolve().name,
             revision=_revision(folder),

@@ -63,9 +63,23 @@ class Sequence:
             out_pos=len(self.drawn),
         )
 
+    def verify_row(self, drafts: tuple[int, ...]) -> RowWork:
+        """The token drawn last and drafts behind it, each of which is sampled at."""
+        assert self.computed == len(self.ids) - 1, "drafts follow a drawn token"
+        return RowWork(
+            slot=self.slot,
+            start=self.computed,
+            ids=(self.ids[-1], *drafts),
+            pages=self.pages,
+            write_from=self.write_from,
+            fresh_from=self.fresh_from,
+            sample_last=1 + len(drafts),
+            out_pos=len(self.drawn),
+        )
+
     def book(self, row: RowWork, outcome: RowOutcome) -> None:
-        """Take what the row came to."""
-        self.computed = row.start + len(row.ids)
+        """Take what the row came to: ids behind the last accepted one were rejected drafts."""
+        self.computed = row.start + len(row.ids) - row.sample_last + len(outcome.tokens)
         self.ids.extend(outcome.tokens)
         self.drawn.extend(outcome.tokens)
         self.logprobs.extend(outcome.logprobs)
