@@ -81,7 +81,7 @@ async def serve(
     health: Health,
     add_services: Callable[[grpc.aio.Server], None],
     *,
-    work: Coroutine[Any, Any, None],
+    work: Callable[[], Coroutine[Any, Any, None]],
     finish: Step | None = None,
 ) -> int:
     """Listen, run `work` (the service's own loop; it never returns), and leave on a signal. Returns the exit status.
@@ -91,7 +91,7 @@ async def serve(
     async with _signals() as signalled:
         server, address = await start_server(serving, health, add_services)
         log.info("listening on %s", address)
-        worker = asyncio.create_task(work)
+        worker = asyncio.create_task(work())
         waiter = asyncio.create_task(signalled.wait())
         await asyncio.wait((worker, waiter), return_when=asyncio.FIRST_COMPLETED)
         if not worker.done():

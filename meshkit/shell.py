@@ -6,7 +6,7 @@ out of `run`, which ends the process; its peers resume from their journals.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
 import grpc
@@ -98,15 +98,32 @@ class Shell:
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 
+    def reserve(self, conn: int, link: Link) -> SendQueue:
+        """The send queue of a stream about to open; from now on the core may close it."""
+        queue = self._queues[conn] = SendQueue(link)
+        return queue
+
+    async def carry(self, conn: int, peer: Peer, stream: Duplex) -> str:
+        """An open stream until it ends; returns why. The caller goes on to `release`, whatever happens."""
+        self.post(Opened(conn, peer))
+        return await run_stream(stream, self._queues[conn], lambda envelope: self.post(Received(conn, envelope)))
+
+    def release(self, conn: int, reason: str) -> None:
+        """The stream is gone: forget it and tell the core, once."""
+        del self._queues[conn]
+        if self._attach_ids.pop(conn, None) is not None:
+            log.info("stream closed", extra=kv(conn=conn, reason=reason))
+        self.post(Closed(conn, reason))
+
     async def serve(self, peer: Peer, link: Link, context: Context) -> None:
         """A stream that a peer dialled, from its RPC handler: until either side ends it."""
         self._conns += 1
         conn = self._conns
-        self._queues[conn] = SendQueue(link)
+        self.reserve(conn, link)
         reason = "closed"
         try:
             await context.send_initial_metadata(())  # tells the dialling side that the stream is open
-            reason = await self._carry(conn, peer, context)
+            reason = await self.carry(conn, peer, context)
         except (WireError, QueueFull) as error:
             reason = reason_of(error)
             await abort_with(context, error)
@@ -114,41 +131,33 @@ class Shell:
             reason = "the peer went away"
             raise
         finally:
-            self._release(conn, reason)
+            self.release(conn, reason)
 
-    async def dial(self, conn: int, link: Link, start: Callable[[], Call]) -> None:
-        """A stream that the core asked for: open it, carry it, say how it ended. Never raises."""
-        queue = self._queues[conn] = SendQueue(link)
-        reason, call = "closed", start()
+    def dial(self, conn: int, link: Link, start: Callable[[], Call]) -> Coroutine[Any, Any, None]:
+        """Carry out a Dial: `start()` makes the call. Returns what the caller must run as a task of its own.
+
+        Not a coroutine function: the core may close the stream from this moment on.
+        """
+        self.reserve(conn, link)
+        return self._dial(conn, start)
+
+    async def _dial(self, conn: int, start: Callable[[], Call]) -> None:
+        queue, call, reason = self._queues[conn], start(), "closed"
         try:
             opening = asyncio.ensure_future(call.wait_for_connection())
             await asyncio.wait((opening, queue.cut), return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 opening.result()
-                reason = await self._carry(conn, "scheduler", call)
+                reason = await self.carry(conn, "scheduler", call)
                 await call.done_writing()
                 await asyncio.wait((asyncio.ensure_future(call.code()),), timeout=LAST_WORDS_S)
             else:
                 opening.cancel()
         except (grpc.aio.AioRpcError, MeshError, asyncio.InvalidStateError) as error:
             reason = reason_of(error)
-        except asyncio.CancelledError:
-            reason = "cancelled"
-            raise
         finally:
             call.cancel()
-            self._release(conn, reason)
-
-    async def _carry(self, conn: int, peer: Peer, stream: Duplex) -> str:
-        self.post(Opened(conn, peer))
-        return await run_stream(stream, self._queues[conn], lambda envelope: self.post(Received(conn, envelope)))
-
-    def _release(self, conn: int, reason: str) -> None:
-        """The stream is gone, for whatever reason: forget it and tell the core, once."""
-        del self._queues[conn]
-        if self._attach_ids.pop(conn, None) is not None:
-            log.info("stream closed", extra=kv(conn=conn, reason=reason))
-        self.post(Closed(conn, reason))
+            self.release(conn, reason)
 
     def farewell(self, reason: str) -> None:
         """Bye on every attached stream, then close it: the last thing before the process ends."""

@@ -25,7 +25,7 @@ async def _serve(config: SchedulerConfig) -> int:
         drain_s=config.drain_s,
     )
     try:
-        return await serve(serving, health, SchedulerServicer(loop).add_to, work=loop.run(), finish=loop.finish)
+        return await serve(serving, health, SchedulerServicer(loop).add_to, work=loop.run, finish=loop.finish)
     finally:
         tracing.shutdown()
 

@@ -1,5 +1,7 @@
 """`python -m worker_svc --scheduler unix:...`: config, logs, metrics, compute thread, health, load, warm up, attach."""
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,9 +21,13 @@ async def _serve(config: WorkerConfig) -> int:
     process = WorkerProcess(config, health, metrics, compute)
     serving = Serving(listen=config.health_address, insecure=config.insecure, drain_s=5.0, grace_s=0.5)
     try:
-        return await serve(serving, health, lambda server: None, work=process.run(), finish=process.finish)
+        status = await serve(serving, health, lambda server: None, work=process.run, finish=process.finish)
     finally:
-        compute.stop()
+        idle = compute.stop()
+    if not idle:  # inside a load or a long step: the interpreter cannot be unwound under running native code
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def _start(loaded: Loaded[WorkerConfig]) -> int:

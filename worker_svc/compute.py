@@ -55,10 +55,11 @@ class ComputeThread:
         self._jobs.put(run)
         return await future
 
-    def stop(self, wait_s: float = 2.0) -> None:
-        """Let the thread end after what is queued; waits a bounded time."""
+    def stop(self, wait_s: float = 0.3) -> bool:
+        """Let the thread end after what is queued; waits a bounded time. False if it is still at work."""
         self._jobs.put(None)
         self._thread.join(wait_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -7,7 +7,7 @@ import asyncio
 import random
 import secrets
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from meshkit.build import build_id
 from meshkit.channel import open_channel
@@ -22,6 +22,8 @@ from worker_svc.core.effects import Ran, Refresh, RefreshFailed, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import Executor, StepOutcome
+
+FAREWELL_S: Final = 2.0
 
 
 class WorkerLoop:
@@ -52,8 +54,8 @@ class WorkerLoop:
         try:
             await self.shell.run()
         finally:
-            for dial in self._dials:
-                dial.cancel()
+            for task in self._dials:
+                task.cancel()
             await asyncio.gather(*self._dials, return_exceptions=True)
             await self._channel.close()
 
@@ -61,7 +63,7 @@ class WorkerLoop:
         """Say Bye, so that the scheduler places our requests elsewhere at once, and wait until it is sent."""
         self.shell.farewell("the worker is shutting down")
         if self._dials:
-            await asyncio.wait(self._dials)
+            await asyncio.wait(self._dials, timeout=FAREWELL_S)
 
     def _effect(self, effect: Any) -> None:
         match effect:
@@ -70,9 +72,10 @@ class WorkerLoop:
             case Refresh(saves=saves):
                 self._compute.submit(partial(self._executor.refresh, saves), partial(self._refreshed, saves))
             case Dial(conn=conn):
-                dial = asyncio.create_task(self.shell.dial(conn, Link.WORKER_UP, partial(attach_worker, self._channel)))
-                self._dials.add(dial)
-                dial.add_done_callback(self._dials.discard)
+                dialling = self.shell.dial(conn, Link.WORKER_UP, partial(attach_worker, self._channel))
+                task = asyncio.create_task(dialling)
+                self._dials.add(task)
+                task.add_done_callback(self._dials.discard)
             case _:
                 raise AssertionError(f"unknown effect {effect}")
 

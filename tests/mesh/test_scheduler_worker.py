@@ -5,7 +5,6 @@ The executor's next id depends on the id and the position fed last, so a lost, d
 
 import asyncio
 import contextlib
-import itertools
 import os
 import time
 
@@ -20,20 +19,12 @@ from meshkit.channel import open_channel
 from meshkit.errors import BadRequest
 from meshkit.frames import (
     CancelRows,
-    Envelope,
-    GatewayHello,
-    GatewayHelloAck,
-    Heartbeat,
-    SchedulerStatus,
-    Submit,
-    SubmitChoice,
-    TokenFrame,
     Verdict,
 )
 from meshkit.health import Health
 from meshkit.obs import Metrics, start_tracing
-from meshkit.testing import serving, until
-from meshkit.types import PROTO_REV, FinishReason, ModelInfo, SamplingParams
+from meshkit.testing import GatewayProbe, serving, until
+from meshkit.types import FinishReason, ModelInfo
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.servicer import SchedulerServicer
@@ -79,91 +70,6 @@ class ArithmeticExecutor:
 
     def refresh(self, saves):
         assert saves
-
-
-class Gateway:
-    """The gateway's side of AttachGateway and Submit, by hand."""
-
-    def __init__(self, address, name="g0"):
-        self.address, self.name = address, name
-        self.tokens, self.finished, self.errors = {}, {}, {}
-        self.status = None
-        self.attach_id = 0
-        self.closed = None
-        self._rows = itertools.count()
-
-    async def __aenter__(self):
-        self._channel = open_channel(self.address)
-        self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
-        self.call = self.stub.AttachGateway()
-        await self.send(GatewayHello(self.name, 7, "test", PROTO_REV))
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._beat())]
-        await until(lambda: self.attach_id)
-        return self
-
-    async def __aexit__(self, *_):
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.call.cancel()
-        await self._channel.close()
-
-    async def send(self, frame):
-        await self.call.write(wire.encode(Envelope(self.attach_id, frame), wire.Link.GATEWAY_UP))
-
-    async def _read(self):
-        try:
-            while (message := await self.call.read()) is not grpc.aio.EOF:
-                envelope = wire.decode(message)
-                match envelope.frame:
-                    case GatewayHelloAck():
-                        self.attach_id = envelope.attach_id
-                    case SchedulerStatus() as status:
-                        self.status = status
-                    case TokenFrame() as frame:
-                        self._take(frame)
-            self.closed = "EOF"
-        except grpc.aio.AioRpcError as error:
-            self.closed = error.code().name
-
-    async def _beat(self):
-        while True:
-            await asyncio.sleep(0.5)
-            await self.send(Heartbeat())
-
-    def _take(self, frame):
-        at = 0
-        for index, row in enumerate(frame.rows.tolist()):
-            count = int(frame.counts[index])
-            have = self.tokens.setdefault(row, [])
-            assert frame.bases[index] == len(have), "a gap or an overlap"
-            have += frame.ids[at : at + count].tolist()
-            at += count
-            if frame.finishes[index]:
-                assert row not in self.finished, "two ends"
-                self.finished[row] = FinishReason(int(frame.finishes[index]))
-        for error in frame.errors:
-            self.errors[frame.rows[error.row_index]] = error.code
-
-    async def submit(self, prompt, *, n=1, max_tokens=20, attempt=1, attach_id=None, request_id=None, **params):
-        rows = [next(self._rows) for _ in range(n)]
-        submit = Submit(
-            attach_id=self.attach_id if attach_id is None else attach_id,
-            request_id=request_id or os.urandom(16),
-            attempt=attempt,
-            choices=tuple(SubmitChoice(choice, row, 1) for choice, row in enumerate(rows)),
-            params=SamplingParams(max_tokens=max_tokens, **params),
-            seed=1,
-            remaining_ms=30_000,
-            prompt=np.array(prompt, np.int32),
-        )
-        reply = wire.decode_submit_reply(await self.stub.Submit(wire.encode_submit(submit), timeout=5))
-        return rows, reply
-
-    async def accepted(self, prompt, **options):
-        rows, reply = await self.submit(prompt, **options)
-        assert reply.verdict is Verdict.ACCEPTED, reply
-        return rows if len(rows) > 1 else rows[0]
 
 
 class Worker:
@@ -217,11 +123,11 @@ def idle(scheduler):
 
 async def test_tokens_stream_to_the_end(scheduler, start_worker):
     await start_worker()
-    async with Gateway(scheduler.address) as gateway:
+    async with GatewayProbe(scheduler.address) as gateway:
         await until(lambda: gateway.status is not None and gateway.status.ready)
         assert gateway.status.model == MODEL
         prompts = [range(5, 5 + length) for length in (1, 3, 255, 256, 700)]
-        rows = [await gateway.accepted(prompt, max_tokens=30) for prompt in prompts]
+        rows = [(await gateway.accepted(prompt, max_tokens=30))[0] for prompt in prompts]
         await until(lambda: len(gateway.finished) == len(rows))
         for row, prompt in zip(rows, prompts, strict=True):
             assert gateway.tokens[row] == expected(prompt, 30)
@@ -231,8 +137,8 @@ async def test_tokens_stream_to_the_end(scheduler, start_worker):
 
 async def test_many_at_once_and_half_of_them_cancelled(scheduler, start_worker):
     await start_worker(ArithmeticExecutor(step_s=0.002))
-    async with Gateway(scheduler.address) as gateway:
-        rows = [await gateway.accepted([row + 1, 2], max_tokens=60) for row in range(16)]
+    async with GatewayProbe(scheduler.address) as gateway:
+        rows = [(await gateway.accepted([row + 1, 2], max_tokens=60))[0] for row in range(16)]
         await until(lambda: len(gateway.tokens) >= 4)
         gone = np.array(rows[::2], np.int32)
         await gateway.send(CancelRows(gone, np.ones(8, np.int32)))
@@ -244,7 +150,7 @@ async def test_many_at_once_and_half_of_them_cancelled(scheduler, start_worker):
 
 async def test_two_choices_share_a_prompt(scheduler, start_worker):
     await start_worker()
-    async with Gateway(scheduler.address) as gateway:
+    async with GatewayProbe(scheduler.address) as gateway:
         first, second = await gateway.accepted(range(1, 400), n=2, max_tokens=10)
         await until(lambda: len(gateway.finished) == 2)
         assert gateway.tokens[first] == gateway.tokens[second] == expected(range(1, 400), 10)
@@ -252,8 +158,8 @@ async def test_two_choices_share_a_prompt(scheduler, start_worker):
 
 async def test_worker_crash_and_restart_loses_and_doubles_nothing(scheduler, start_worker):
     worker = await start_worker(ArithmeticExecutor(step_s=0.005))
-    async with Gateway(scheduler.address) as gateway:
-        rows = [await gateway.accepted([row + 3], max_tokens=150) for row in range(3)]
+    async with GatewayProbe(scheduler.address) as gateway:
+        rows = [(await gateway.accepted([row + 3], max_tokens=150))[0] for row in range(3)]
         await until(lambda: all(len(gateway.tokens.get(row, ())) > 20 for row in rows))
         await worker.crash()
         assert not gateway.finished
@@ -266,8 +172,8 @@ async def test_worker_crash_and_restart_loses_and_doubles_nothing(scheduler, sta
 
 async def test_a_failed_step_starts_over_on_the_same_worker(scheduler, start_worker, caplog):
     await start_worker(ArithmeticExecutor(fail_at=10))
-    async with Gateway(scheduler.address) as gateway:
-        row = await gateway.accepted([9], max_tokens=40)
+    async with GatewayProbe(scheduler.address) as gateway:
+        (row,) = await gateway.accepted([9], max_tokens=40)
         await until(lambda: row in gateway.finished, 15)
         assert gateway.tokens[row] == expected([9], 40)
     assert "the device fell off the bus" in caplog.text
@@ -275,8 +181,8 @@ async def test_a_failed_step_starts_over_on_the_same_worker(scheduler, start_wor
 
 async def test_work_moves_to_another_worker_at_a_planned_leave(scheduler, start_worker):
     first = await start_worker(ArithmeticExecutor(step_s=0.005), "w0")
-    async with Gateway(scheduler.address) as gateway:
-        row = await gateway.accepted([4], max_tokens=200)
+    async with GatewayProbe(scheduler.address) as gateway:
+        (row,) = await gateway.accepted([4], max_tokens=200)
         await until(lambda: len(gateway.tokens.get(row, ())) > 10)
         await start_worker(group="w1")
         await first.loop.finish()
@@ -287,11 +193,11 @@ async def test_work_moves_to_another_worker_at_a_planned_leave(scheduler, start_
 
 async def test_submit_is_idempotent_and_fenced(scheduler, start_worker):
     await start_worker()
-    async with Gateway(scheduler.address) as gateway:
+    async with GatewayProbe(scheduler.address) as gateway:
         name = os.urandom(16)
-        (row,), reply = await gateway.submit([5], request_id=name)
+        (row,), reply = await gateway.submit([5], request_id=name, max_tokens=20)
         assert reply.verdict is Verdict.ACCEPTED
-        _, again = await gateway.submit([5], request_id=name)
+        _, again = await gateway.submit([5], request_id=name, max_tokens=20)
         assert again.verdict is Verdict.ACCEPTED
         _, stale = await gateway.submit([5], attach_id=12345)
         assert stale.verdict is Verdict.STALE_ATTACH
@@ -302,7 +208,7 @@ async def test_submit_is_idempotent_and_fenced(scheduler, start_worker):
 
 
 async def test_bad_submits_are_refused_with_the_field(scheduler):
-    async with Gateway(scheduler.address) as gateway:
+    async with GatewayProbe(scheduler.address) as gateway:
         with pytest.raises(BadRequest, match="request_id: 3 bytes"):
             await gateway.stub.Submit(pb.SubmitRequest(request_id=b"abc", attempt=1, choices=[{}]), timeout=2)
         with pytest.raises(BadRequest, match="prompt: 3 bytes are no whole number"):
@@ -311,7 +217,7 @@ async def test_bad_submits_are_refused_with_the_field(scheduler):
 
 @pytest.mark.parametrize("message", [pb.GatewayUp(), pb.GatewayUp(attach_id=1, cancel={"rows": b"abc"})])
 async def test_a_bad_frame_ends_one_stream_and_nothing_else(scheduler, message):
-    async with Gateway(scheduler.address, "good") as good, Gateway(scheduler.address, "bad") as bad:
+    async with GatewayProbe(scheduler.address, "good") as good, GatewayProbe(scheduler.address, "bad") as bad:
         await bad.call.write(message)
         await until(lambda: bad.closed is not None)
         assert bad.closed == "INVALID_ARGUMENT"
@@ -329,7 +235,7 @@ async def test_a_worker_frame_with_unequal_columns_ends_its_stream(scheduler):
 
 
 async def test_a_newer_stream_of_the_same_gateway_replaces_the_older(scheduler):
-    async with Gateway(scheduler.address) as old, Gateway(scheduler.address) as new:
+    async with GatewayProbe(scheduler.address) as old, GatewayProbe(scheduler.address) as new:
         await until(lambda: old.closed is not None)
         assert old.closed == "EOF"
         assert new.closed is None
@@ -337,16 +243,16 @@ async def test_a_newer_stream_of_the_same_gateway_replaces_the_older(scheduler):
 
 
 async def test_silent_peers_are_dropped(scheduler):
-    async with Gateway(scheduler.address) as gateway:
-        gateway._tasks[1].cancel()  # its heartbeats
+    async with GatewayProbe(scheduler.address) as gateway:
+        gateway.beats.cancel()
         await until(lambda: gateway.closed is not None, 4)
         assert scheduler.core.state.gateways == {}
 
 
 async def test_drain_refuses_new_work_finishes_old_and_says_bye(scheduler, start_worker):
     await start_worker(ArithmeticExecutor(step_s=0.005))
-    async with Gateway(scheduler.address) as gateway:
-        row = await gateway.accepted([5], max_tokens=100)
+    async with GatewayProbe(scheduler.address) as gateway:
+        (row,) = await gateway.accepted([5], max_tokens=100)
         await gateway.stub.Drain(pb.DrainRequest(), timeout=2)
         _, reply = await gateway.submit([5])
         assert reply.verdict is Verdict.DRAINING
@@ -359,10 +265,10 @@ async def test_drain_refuses_new_work_finishes_old_and_says_bye(scheduler, start
 
 
 async def test_what_the_core_counts_is_exported(scheduler):
-    async with Gateway(scheduler.address):
+    async with GatewayProbe(scheduler.address):
         pass
     await until(lambda: not scheduler.core.state.conns)
-    async with Gateway(scheduler.address), Gateway(scheduler.address) as again:
+    async with GatewayProbe(scheduler.address), GatewayProbe(scheduler.address) as again:
         await until(lambda: again.attach_id)
     text = scheduler.shell.metrics.render().decode()
     assert 'v4mesh_core_events_total{event="attachments_superseded",fault="0"} 1.0' in text

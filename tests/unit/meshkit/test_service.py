@@ -54,7 +54,7 @@ async def test_unary_call_sees_shaved_deadline_and_request_id(tmp_path):
         request_id.set("r-17")
         assert await call(address, timeout=2.0) == b"x"
     assert seen["id"] == "r-17"
-    assert 1.5 < seen["left"] <= 1.98
+    assert 1.5 < seen["left"] < 2.0  # gRPC rounds timeouts up on the wire
 
 
 async def test_deadline_is_mandatory_and_passed_to_inner_calls(tmp_path):
@@ -207,7 +207,7 @@ async def work():
 async def finish():
     print("finished", flush=True)
 
-sys.exit(run(serve(Serving(listen=sys.argv[1]), Health(), lambda server: None, work=work(), finish=finish)))
+sys.exit(run(serve(Serving(listen=sys.argv[1]), Health(), lambda server: None, work=work, finish=finish)))
 """
 
 
@@ -230,7 +230,8 @@ def test_work_that_fails_ends_the_process(tmp_path):
 
 
 def test_error_tree():
-    assert len(errors.BY_CODE) == len(list(errors._tree(MeshError))), "two classes share a code"
+    own = [kind for kind in errors._tree(MeshError) if kind.__module__ == errors.__name__]
+    assert len(errors.BY_CODE) == len(own), "two classes share a code"
     for code, kind in errors.BY_CODE.items():
         grpc.StatusCode[kind.grpc_status]
         assert f" {code} " in errors.__doc__, f"{code} is missing from the tree in the docstring"
