@@ -20,11 +20,11 @@ from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
 from gateway.journal.journal import Journal, JournalConfig
 from gateway.mesh_client import MeshClient
-from gateway.operations import build_version
 from gateway.service import Gateway
 from gateway.text.pretokenizer import TokenizerFileError
 from gateway.text.tokenizer import Tokenizer
 from meshkit.address import Address, parse_address, prepare_listen
+from meshkit.build import build_id
 from meshkit.command import service_main
 from meshkit.config import Loaded
 from meshkit.errors import ModelDirError, PortError
@@ -84,7 +84,7 @@ def _journal(config: GatewayConfig) -> Journal:
     identity = JournalConfig(
         name=f"gateway-{os.getpid()}",
         boot=boot,
-        build=build_version(),
+        build=build_id(),
         deterministic=config.deterministic,
         max_waiting=config.max_waiting,
     )

@@ -117,7 +117,7 @@ class _Entry:
         metrics.http_responses[status] += 1
         if match is None:
             metrics.unknown_routes += 1
-        quiet = match is not None and match.route.open and status < 400
+        quiet = match is not None and match.route.open
         log.log(
             logging.DEBUG if quiet else logging.INFO,
             "%s %s %d",

@@ -40,6 +40,7 @@ class MeshClient:
         self._shell = Shell(journal, self._carry_out, metrics)
         self._sinks: dict[RequestId, Sink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = False
         self._stub: Any = None  # Any: the generated stub is typed for the blocking API
 
     # ---- what handlers call -----------------------------------------------------------------------------------------
@@ -77,6 +78,7 @@ class MeshClient:
                 await self._leave()
 
     async def _leave(self) -> None:
+        self._leaving = True
         self._shell.farewell("the gateway leaves")
         tasks = list(self._tasks)
         if tasks:
@@ -97,8 +99,8 @@ class MeshClient:
             case Call():
                 self._spawn(self._submit(effect))
             case Dial(conn=conn):
-                self._shell.reserve(conn, Link.GATEWAY_UP)
-                self._spawn(self._attach(conn))
+                if not self._leaving:
+                    self._spawn(self._shell.dial(conn, Link.GATEWAY_UP, self._stub.AttachGateway))
             case _:
                 raise AssertionError(f"the journal has no effect {effect!r}")
 
@@ -120,16 +122,3 @@ class MeshClient:
         except (MeshError, grpc.aio.AioRpcError) as error:
             log.warning("Submit failed: %s", reason_of(error))
         self._shell.post(Replied(call.call, reply))
-
-    async def _attach(self, conn: int) -> None:
-        """One attachment, from dialling to its end."""
-        reason = "closed"
-        call = self._stub.AttachGateway()
-        try:
-            await call.wait_for_connection()
-            await self._shell.carry(conn, "scheduler", call)
-        except (MeshError, grpc.aio.AioRpcError) as error:
-            reason = reason_of(error)
-        finally:
-            call.cancel()
-            self._shell.release(conn, reason)

@@ -1,6 +1,5 @@
 """Routes for operators and probes: models, health, metrics, server information, abort."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
@@ -9,6 +8,7 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange, error_response, json_response
 from gateway.schema import AbortRequest
 from gateway.service import Gateway
+from meshkit.build import build_id
 from meshkit.frames import SchedulerStatus
 
 
@@ -49,7 +49,7 @@ async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
     return json_response(
         exchange,
         {
-            "version": build_version(),
+            "version": build_id(),
             "served_model_name": model.name,
             "model_path": str(gateway.config.model),
             "max_model_len": model.max_context,
@@ -90,13 +90,6 @@ async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamRespo
     elif body.rid:
         gateway.abort(body.rid)
     return json_response(exchange, {"success": True})
-
-
-def build_version() -> str:
-    try:
-        return version("v4mesh")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _mesh_state(status: SchedulerStatus | None) -> dict[str, Any] | None:

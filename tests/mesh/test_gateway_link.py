@@ -1,0 +1,206 @@
+"""The journal's shell over real gRPC against a scheduler played by hand: attach, submit, tokens, stop, cancel, loss."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from random import Random
+
+import grpc
+import numpy as np
+import pytest
+from meshpb.v1 import scheduler_pb2_grpc
+
+from gateway.journal.events import Emit, Ended, Refused, Start
+from gateway.journal.journal import Journal, JournalConfig
+from gateway.mesh_client import MeshClient
+from meshkit import wire
+from meshkit.frames import (
+    Bye,
+    CancelRows,
+    Envelope,
+    GatewayHello,
+    GatewayHelloAck,
+    Heartbeat,
+    SchedulerStatus,
+    StopRows,
+    SubmitReply,
+    TokenFrame,
+    Verdict,
+)
+from meshkit.testing import serving, until
+from meshkit.types import FinishReason, ModelInfo, RequestId, SamplingParams
+
+MODEL = ModelInfo(name="m", revision="r", vocab_size=100, max_context=64, eos_ids=(1,), kv_layout_id="k")
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Answers Hello and Submit, keeps what it was told, sends tokens when the test says so."""
+
+    def __init__(self, attach_id=7, verdict=Verdict.ACCEPTED):
+        self.attach_id = attach_id
+        self.reply = SubmitReply(verdict, "no room" if verdict else "", 1500)
+        self.submits, self.frames = [], []
+        self.context = None
+
+    async def Submit(self, request, context):
+        self.submits.append(wire.decode_submit(request))
+        return wire.encode_submit_reply(self.reply)
+
+    async def AttachGateway(self, requests, context):
+        await context.send_initial_metadata(())
+        while (message := await context.read()) is not grpc.aio.EOF:
+            frame = wire.decode(message).frame
+            if isinstance(frame, GatewayHello):
+                self.context = context
+                await self.send(GatewayHelloAck(1, "test"))
+                await self.send(SchedulerStatus(ready=True, model=MODEL, running=3))
+            elif isinstance(frame, Heartbeat):
+                await self.send(Heartbeat())
+            else:
+                self.frames.append(frame)
+
+    async def send(self, frame):
+        await self.context.write(wire.encode(Envelope(self.attach_id, frame), wire.Link.GATEWAY_DOWN))
+
+    async def tokens(self, choice, base, ids, finish=0):
+        i32 = lambda *values: np.array(values, np.int32)  # noqa: E731
+        await self.send(
+            TokenFrame(
+                step=1, rows=i32(choice.row), row_gens=i32(choice.row_gen), bases=i32(base), counts=i32(len(ids)),
+                ids=i32(*ids), finishes=np.array([finish], np.uint8), cached=i32(0),
+            )
+        )  # fmt: skip
+
+
+def start_of(n=1):
+    return Start(
+        request_id=RequestId(bytes(range(16))), prompt=np.array([5, 6], np.int32), page_keys=(),
+        params=SamplingParams(max_tokens=10), seed=3, n=n, tenant="t", priority=0, deadline_ms=20_000,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def linked(address):
+    client = MeshClient(Journal(JournalConfig(name="g", boot=1, build="test"), Random(1)), address)
+    task = asyncio.create_task(client.run())
+    try:
+        yield client
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+@asynccontextmanager
+async def played(folder, scheduler):
+    add = lambda server: scheduler_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)  # noqa: E731
+    async with serving(folder, "s", add) as address:
+        yield address
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+async def test_attach_submit_tokens_and_end(folder):
+    scheduler = Scheduler()
+    async with played(folder, scheduler) as address, linked(address) as client:
+        assert client.status is None
+        await until(lambda: client.status is not None and client.status.ready)
+        assert client.status.model == MODEL and client.status.running == 3
+        answers = []
+        client.start(start_of(n=2), answers.append)
+        await until(lambda: bool(scheduler.submits))
+        submit = scheduler.submits[0]
+        assert (submit.seed, submit.tenant, submit.prompt.tolist(), len(submit.choices)) == (3, "t", [5, 6], 2)
+        for choice in submit.choices:
+            await scheduler.tokens(choice, 0, [10, 11])
+            await scheduler.tokens(choice, 2, [1], FinishReason.STOP)
+        await until(lambda: sum(isinstance(a, Ended) for a in answers) == 2)
+        for number in (0, 1):
+            mine = [a for a in answers if a.choice == number]
+            assert [token for a in mine[:-1] for token in a.ids] == [10, 11, 1]
+            assert mine[-1] == Ended(submit.request_id, number, FinishReason.STOP)
+
+
+async def test_stop_and_leave_tell_the_scheduler(folder):
+    scheduler = Scheduler()
+    async with played(folder, scheduler) as address, linked(address) as client:
+        await until(lambda: client.status is not None)
+        answers = []
+        client.start(start_of(n=2), answers.append)
+        await until(lambda: bool(scheduler.submits))
+        first, second = scheduler.submits[0].choices
+        await scheduler.tokens(first, 0, [10, 11, 12])
+        await until(lambda: bool(answers))
+        client.stop_choice(start_of().request_id, 0, 2)
+        await until(lambda: bool(scheduler.frames))
+        (stop,) = scheduler.frames
+        assert isinstance(stop, StopRows) and (stop.rows.tolist(), stop.keeps.tolist()) == ([first.row], [2])
+        client.client_gone(start_of().request_id)
+        await until(lambda: len(scheduler.frames) == 2)
+        cancel = scheduler.frames[1]
+        assert isinstance(cancel, CancelRows) and cancel.rows.tolist() == [second.row]
+        await scheduler.tokens(second, 0, [9])
+        await scheduler.send(SchedulerStatus(ready=True, model=MODEL, running=9))
+        await until(lambda: client.status.running == 9)
+        assert len(answers) == 1, "nothing reaches a client that left"
+
+
+async def test_a_refusal_reaches_the_sink(folder):
+    scheduler = Scheduler(verdict=Verdict.QUEUE_FULL)
+    async with played(folder, scheduler) as address, linked(address) as client:
+        await until(lambda: client.status is not None)
+        answers = []
+        client.start(start_of(), answers.append)
+        await until(lambda: bool(answers))
+        assert answers == [Refused(start_of().request_id, Verdict.QUEUE_FULL, "no room", 1500)]
+
+
+async def test_before_the_first_attachment_requests_are_refused(folder):
+    async with linked(f"unix:{folder}/s.sock") as client:
+        answers = []
+        client.start(start_of(), answers.append)
+        assert client.status is None
+        assert [a.verdict for a in answers] == [Verdict.NO_WORKER]
+
+
+async def test_a_lost_scheduler_is_dialled_again_and_the_request_goes_on(folder):
+    first, second = Scheduler(), Scheduler(attach_id=8)
+    answers = []
+    async with linked(f"unix:{folder}/s.sock") as client:
+        async with played(folder, first):
+            await until(lambda: client.status is not None)
+            client.start(start_of(), answers.append)
+            await until(lambda: bool(first.submits))
+            await first.tokens(first.submits[0].choices[0], 0, [10, 11])
+            await until(lambda: bool(answers))
+        await until(lambda: not client.status.ready)
+        async with played(folder, second):
+            await until(lambda: bool(second.submits))
+            again = second.submits[0]
+            assert (again.attempt, again.attach_id, again.choices[0].emitted) == (2, 8, (10, 11))
+            await second.tokens(again.choices[0], 1, [11, 12], FinishReason.LENGTH)
+            await until(lambda: any(isinstance(a, Ended) for a in answers))
+    assert [token for a in answers if isinstance(a, Emit) for token in a.ids] == [10, 11, 12]
+
+
+async def test_leaving_says_bye(folder):
+    scheduler = Scheduler()
+    async with played(folder, scheduler) as address:
+        async with linked(address) as client:
+            await until(lambda: client.status is not None)
+        await until(lambda: bool(scheduler.frames))
+        assert isinstance(scheduler.frames[-1], Bye)
+
+
+async def test_a_broken_frame_costs_the_stream_only(folder):
+    scheduler = Scheduler()
+    async with played(folder, scheduler) as address, linked(address) as client:
+        await until(lambda: client.status is not None)
+        before = scheduler.context
+        message = wire.encode(Envelope(7, GatewayHelloAck(1, "x")), wire.Link.GATEWAY_DOWN)
+        message.tokens.rows = b"\x01\x02\x03"
+        await before.write(message)
+        await until(lambda: scheduler.context is not before and client.status.ready)
