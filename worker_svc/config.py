@@ -13,6 +13,7 @@ class WorkerConfig:
     """Run one worker group: load a model and execute the steps of the scheduler that it dials."""
 
     scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "Address of the scheduler.")
+    scheduler_wait_s: float = option(0.0, "Give up if there is no scheduler for so long after start, 0 = never.")
     listen: str = option("", "Address for health checks (default: GROUP.sock beside the scheduler's socket).")
     insecure: bool = option(False, "Allow plain TCP beyond loopback for --listen.")
     group: str = option("worker", "Name of this worker group; unique per scheduler.")
@@ -36,7 +37,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.device != "cpu":
             raise FieldError("device", "must be cpu: this version has no GPU executor yet")
-        for name in ("pages", "tails", "kv_memory", "max_step_tokens", "threads"):
+        for name in ("pages", "tails", "kv_memory", "max_step_tokens", "threads", "scheduler_wait_s"):
             if getattr(self, name) < 0:
                 raise FieldError(name, "must be 0 (automatic) or positive")
         if self.slots < 1:

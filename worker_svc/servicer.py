@@ -3,16 +3,25 @@
 A worker answers health checks only; everything else travels on the stream that it dials.
 """
 
-from typing import TYPE_CHECKING
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Final
 
+from meshkit.errors import PeerError
 from meshkit.health import Health
 from meshkit.obs import Metrics
+from meshkit.peer import diagnose
 from worker_svc.compute import ComputeThread
 from worker_svc.config import WorkerConfig
 from worker_svc.loop import WorkerLoop
 
 if TYPE_CHECKING:
     from worker_svc.loading import Loaded
+
+WATCH_S: Final = 3.0
+
+log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
@@ -38,7 +47,32 @@ class WorkerProcess:
             metrics=self._metrics,
         )
         await self._health.set_ready(True)
-        await self._loop.run()
+        watching = asyncio.create_task(self._watch_scheduler(self._loop))
+        serving = asyncio.create_task(self._loop.run())
+        try:
+            await asyncio.wait((watching, serving), return_when=asyncio.FIRST_COMPLETED)
+            for task in (watching, serving):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (watching, serving):
+                task.cancel()
+            await asyncio.gather(watching, serving, return_exceptions=True)
+
+    async def _watch_scheduler(self, loop: WorkerLoop) -> None:
+        """Say every few seconds why there is no attachment; give up where the config says so."""
+        config, start, met = self._config, time.monotonic(), False
+        while True:
+            await asyncio.sleep(WATCH_S)
+            met = met or loop.machine.attached
+            if loop.machine.attached:
+                continue
+            waited, limit = time.monotonic() - start, config.scheduler_wait_s
+            trouble = await diagnose(config.scheduler)
+            if limit and not met and waited >= limit:
+                raise PeerError(f"scheduler at {trouble}. waited {waited:.0f} s of {limit:.0f} s")
+            if not loop.machine.attached:
+                log.warning("no scheduler at %s", trouble)
 
     def _load(self) -> "Loaded":
         from worker_svc.loading import load  # brings torch: health answers and bad options fail before that

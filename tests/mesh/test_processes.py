@@ -187,3 +187,12 @@ def holds_rust(file):
 def test_the_rust_check_can_fail():
     tokenizers = pytest.importorskip("tokenizers")
     assert any(holds_rust(file) for file in Path(tokenizers.__file__).parent.glob("*.so"))
+
+
+async def test_worker_gives_up_on_a_scheduler_only_where_told_so(mesh):
+    args = ("--scheduler", f"unix:{mesh.folder}/none.sock", "--model", str(mesh.model), "--threads", "1")
+    with ServiceProcess("worker_svc", *args, "--scheduler-wait-s", "1", log=mesh.folder / "worker.log") as worker:
+        assert await asyncio.to_thread(worker.process.wait, 60) == 8
+        assert re.search(
+            r"PEER  scheduler at unix:.*none.sock: there is no such socket.*of 1 s", worker.log.read_text()
+        )
