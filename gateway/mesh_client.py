@@ -7,6 +7,7 @@ common effects are `meshkit.shell`'s.
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -30,6 +31,14 @@ _FAREWELL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Listener:
+    """Who hears of a request, and which of its choices have not ended."""
+
+    sink: Sink
+    open: set[int]
+
+
 class MeshClient:
     """A `Mesh` that reaches a real scheduler. Made inside an event loop; `run` must be running."""
 
@@ -38,7 +47,7 @@ class MeshClient:
         self._journal = journal
         self._scheduler = scheduler
         self._shell = Shell(journal, self._carry_out, metrics)
-        self._sinks: dict[RequestId, Sink] = {}
+        self._listeners: dict[RequestId, _Listener] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
         self._stub: Any = None  # Any: the generated stub is typed for the blocking API
@@ -52,16 +61,16 @@ class MeshClient:
         return status if self._journal.attached or status.model is not None else None
 
     def start(self, start: Start, sink: Sink) -> None:
-        self._sinks[start.request_id] = sink
+        self._listeners[start.request_id] = _Listener(sink, set(range(start.n)))
         self._shell.post(start)
 
     def client_gone(self, request_id: RequestId) -> None:
-        self._sinks.pop(request_id, None)
+        self._listeners.pop(request_id, None)
         self._shell.post(ClientGone(request_id))
 
     def stop_choice(self, request_id: RequestId, choice: int, keep: int) -> None:
         self._shell.post(StopChoice(request_id, choice, keep))
-        self._drop_finished(request_id)
+        self._closed(request_id, choice)
 
     def abort(self, request_id: RequestId) -> None:
         self._shell.post(AbortRequest(request_id))
@@ -92,10 +101,12 @@ class MeshClient:
     def _carry_out(self, effect: Any) -> None:
         match effect:
             case Emit(request_id=request_id):
-                self._sinks[request_id](effect)
-            case Ended(request_id=request_id) | Refused(request_id=request_id):
-                self._sinks[request_id](effect)
-                self._drop_finished(request_id)
+                self._listeners[request_id].sink(effect)
+            case Ended(request_id=request_id, choice=choice):
+                self._listeners[request_id].sink(effect)
+                self._closed(request_id, choice)
+            case Refused(request_id=request_id):
+                self._listeners.pop(request_id).sink(effect)
             case Call():
                 self._spawn(self._submit(effect))
             case Dial(conn=conn):
@@ -104,9 +115,13 @@ class MeshClient:
             case _:
                 raise AssertionError(f"the journal has no effect {effect!r}")
 
-    def _drop_finished(self, request_id: RequestId) -> None:
-        if request_id not in self._journal.entries:
-            self._sinks.pop(request_id, None)
+    def _closed(self, request_id: RequestId, choice: int) -> None:
+        """A choice has ended; with the last one nothing more comes."""
+        listener = self._listeners.get(request_id)
+        if listener is not None:
+            listener.open.discard(choice)
+            if not listener.open:
+                del self._listeners[request_id]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -59,7 +59,7 @@ async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
             "limits": {name: getattr(limits, name) for name in limits.__slots__},
             "api_keys": gateway.config.api_key_file is not None,
             "open_requests": gateway.admission.streams,
-            "mesh": _mesh_state(gateway.mesh.status),
+            "scheduler": _scheduler_state(gateway.mesh.status),
         },
     )
 
@@ -92,7 +92,7 @@ async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamRespo
     return json_response(exchange, {"success": True})
 
 
-def _mesh_state(status: SchedulerStatus | None) -> dict[str, Any] | None:
+def _scheduler_state(status: SchedulerStatus | None) -> dict[str, Any] | None:
     if status is None:
         return None
     names = ("ready", "draining", "running", "waiting", "workers", "preemptions")

@@ -124,6 +124,29 @@ async def test_attach_submit_tokens_and_end(folder):
             assert mine[-1] == Ended(submit.request_id, number, FinishReason.STOP)
 
 
+async def test_choices_that_end_in_one_frame(folder):
+    scheduler = Scheduler()
+    async with played(folder, scheduler) as address, linked(address) as client:
+        await until(lambda: client.status is not None)
+        answers = []
+        client.start(start_of(n=3), answers.append)
+        await until(lambda: bool(scheduler.submits))
+        choices = scheduler.submits[0].choices
+        column = lambda values: np.array(list(values), np.int32)  # noqa: E731
+        await scheduler.send(
+            TokenFrame(
+                step=1, rows=column(c.row for c in choices), row_gens=column(c.row_gen for c in choices),
+                bases=column([0, 0, 0]), counts=column([1, 2, 0]), ids=column([4, 5, 1]), cached=column([2, 2, 2]),
+                finishes=np.array([FinishReason.LENGTH, FinishReason.STOP, FinishReason.LENGTH], np.uint8),
+            )
+        )  # fmt: skip
+        await until(lambda: sum(isinstance(a, Ended) for a in answers) == 3)
+        assert [(a.choice, a.ids, a.cached_tokens) for a in answers if isinstance(a, Emit)] == [
+            (0, (4,), 2),
+            (1, (5, 1), 2),
+        ]
+
+
 async def test_stop_and_leave_tell_the_scheduler(folder):
     scheduler = Scheduler()
     async with played(folder, scheduler) as address, linked(address) as client:

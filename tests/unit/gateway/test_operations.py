@@ -161,7 +161,7 @@ async def test_server_info_and_model_info_hold_no_secret(mesh, serve_with, tmp_p
             status, body, _ = await served.get(path, headers=headers)
             assert status == 200 and body["max_model_len"] == 4096 and "secret" not in str(body)
         info = (await served.get("/server_info", headers=headers))[1]
-        assert info["mesh"]["ready"] and info["limits"]["choices"] == 8
+        assert info["scheduler"]["ready"] and info["limits"]["choices"] == 8
 
 
 async def test_metrics_tell_what_happened(served):
