@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshkit.types import PAGE_TOKENS, ModelInfo
 from meshkit.vocab import unsampleable_ids
+from worker_svc.checkpoint.config import V4Config
 from worker_svc.checkpoint.loader import Checkpoint, load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
 from worker_svc.core.work import RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
@@ -30,6 +31,9 @@ from worker_svc.sampling import RowSampling, RowState, SamplerState, VocabRules,
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total): stages `read` (bytes) and `build` (layers)."""
 
+ONE_THREAD_BELOW = 64_000_000
+"""Multiply-adds of a step below which threads cost more than they save: decode of a small model, a few rows."""
+
 log = logging.getLogger(__name__)
 
 
@@ -37,9 +41,18 @@ class CpuExecutor:
     """Implements `worker_svc.core.work.Executor`. Build with `load`."""
 
     def __init__(
-        self, *, model: V4Transformer, draft: DraftLayer | None, pools: KvPools, info: ModelInfo, rules: VocabRules
+        self,
+        *,
+        model: V4Transformer,
+        draft: DraftLayer | None,
+        pools: KvPools,
+        info: ModelInfo,
+        rules: VocabRules,
+        threads: int | None = None,
     ) -> None:
         self.model, self.draft, self.pools, self.info, self.rules = model, draft, pools, info, rules
+        self.threads = 1 if model.deterministic else threads or torch.get_num_threads()
+        self._work_per_token = _work_per_token(pools.layout.config)
         self._samplers: dict[int, SamplerState] = {}
         self.sampling_faults = 0  # rows whose logits held NaN or allowed nothing: they ended with EOS
 
@@ -54,11 +67,13 @@ class CpuExecutor:
         pages: int,
         tails: int,
         max_verify: int = 8,
+        threads: int | None = None,
         progress: Progress | None = None,
     ) -> "CpuExecutor":
         """Read a checkpoint folder and allocate the pools. Raises CheckpointError or ModelDirError.
 
-        `tails` counts spares too; `max_verify` is 1 + drafts of the longest verify row.
+        `tails` counts spares too; `max_verify` is 1 + drafts of the longest verify row; `threads` serve large steps
+        (None: as many as torch found; deterministic mode always computes on one).
         """
         assert slots > 0 and pages > 0 and tails >= 0 and max_verify > 0, (slots, pages, tails, max_verify)
         folder = Path(folder)
@@ -79,13 +94,14 @@ class CpuExecutor:
             eos_ids=(config.eos_token_id,),
             kv_layout_id=layout.layout_id,
         )
-        return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=_rules(folder, checkpoint))
+        rules = _rules(folder, checkpoint)
+        return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=rules, threads=threads)
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
         """Run one step, in the order of `StepWork`. An exception means that the step did not happen."""
         started = time.monotonic_ns()
-        self._limit_threads()
+        self._set_threads(work)
         for init in work.inits:
             self._samplers[init.slot] = self._sampler(init)
         for copy in work.copies:
@@ -141,9 +157,12 @@ class CpuExecutor:
         sampling = RowSampling(params=init.params, seed=init.seed, choice=init.choice, rules=self.rules)
         return SamplerState(sampling, prompt=init.prompt, emitted=init.emitted)
 
-    def _limit_threads(self) -> None:
-        if self.model.deterministic and torch.get_num_threads() != 1:
-            torch.set_num_threads(1)
+    def _set_threads(self, work: StepWork) -> None:
+        """Waking a second thread for a microsecond of work, in every one of hundreds of products, only costs."""
+        tokens = sum(len(row.ids) for row in work.rows)
+        wanted = 1 if tokens * self._work_per_token < ONE_THREAD_BELOW else self.threads
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
 
 
 def _model_row(row: RowWork, saves: tuple[tuple[int, int], ...]) -> Row:
@@ -162,6 +181,15 @@ def _model_row(row: RowWork, saves: tuple[tuple[int, int], ...]) -> Row:
         num_samples=row.sample_last,
         saves=saves,
     )
+
+
+def _work_per_token(config: V4Config) -> int:
+    """Multiply-adds of one token through all weights that it meets; attention apart."""
+    c = config
+    heads_dim, grouped = c.num_attention_heads * c.head_dim, c.o_groups * c.o_lora_rank
+    attention = c.hidden_size * (c.q_lora_rank + c.head_dim + grouped) + heads_dim * (c.q_lora_rank + c.o_lora_rank)
+    experts = 3 * (c.num_experts_per_tok + 1) * c.hidden_size * c.moe_intermediate_size
+    return c.num_hidden_layers * (attention + experts) + c.vocab_size * c.hidden_size
 
 
 def _rules(folder: Path, checkpoint: Checkpoint) -> VocabRules:
