@@ -17,7 +17,7 @@ async def diagnose(target: str) -> str:
     try:
         async with asyncio.timeout(STEP_S):
             await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
+    except (OSError, TimeoutError, UnicodeError) as error:
         return f"{target}: name does not resolve ({_short(error)})"
     try:
         async with asyncio.timeout(STEP_S):
