@@ -40,6 +40,7 @@ class Track:
     arrived: bool = False
     over: bool = False  # refused, left or lost with its gateway
     silent: bool = False  # the journal has been told that the client left
+    closed_ns: dict[int, int] = field(default_factory=dict)  # choice -> when the journal was told to close it
     attempts: int = 0
 
     @property
@@ -91,9 +92,13 @@ class Checker:
             track = self.tracks[event.request_id]
             track.deadline_ns = self.world.now_ns + event.deadline_ms * MS
         elif isinstance(event, ClientGone):
-            self.tracks[event.request_id].silent = True
+            track = self.tracks[event.request_id]
+            track.silent = True
+            track.closed_ns = {choice: self.world.now_ns for choice in range(track.spec.n)}
         elif isinstance(event, StopChoice):
-            self.tracks[event.request_id].ended[event.choice] = True
+            track = self.tracks[event.request_id]
+            track.ended[event.choice] = True
+            track.closed_ns[event.choice] = self.world.now_ns
         return None
 
     def after(self, process: "Process", event: Any, before: Any) -> None:
@@ -253,6 +258,20 @@ class Checker:
                 raise Violation("I12", f"request {track.spec.number} is open 1 s after its deadline")
             if not world.faults_open and world.now_ns > self._quiet_ns + HANG_MS * MS:
                 raise Violation("I12", f"request {track.spec.number} hangs: {track.have} ids, attempt {track.attempts}")
+
+    def cancelled(self) -> None:
+        """P10, while nothing has gone wrong: a closed choice has left the scheduler within 250 ms and a few steps."""
+        world, knobs = self.world, self.world.scenario.knobs
+        if world.faults_fired or not world.scheduler.alive:
+            return
+        allowed = int((300 + 4 * knobs.step_ms + 12 * knobs.delay_ms) * MS)
+        requests = world.scheduler.core.state.requests
+        for rid, track in self.tracks.items():
+            if not track.closed_ns or rid not in requests:
+                continue
+            for seq in requests[rid].choices:
+                if world.now_ns > track.closed_ns.get(seq.choice, 1 << 62) + allowed:
+                    raise Violation("P10", f"request {track.spec.number} choice {seq.choice} runs on after its end")
 
     def all_ended(self) -> bool:
         return not any(track.open for track in self.tracks.values())

@@ -28,7 +28,7 @@ class Knobs:
     delay_ms: float = 1.0
     park: float = 0.0  # chance that a sampling row is parked
     step_error: float = 0.0  # chance that a step fails
-    late_frames: bool = False  # frames may still arrive on a stream its owner has closed
+    late_ms: int = 0  # for how long frames may still arrive on a stream its owner has closed
     queue_requests: int = 1000
     gateway_grace_ms: int = 3000
     rebind_grace_ms: int = 1000
@@ -96,7 +96,8 @@ def draw(seed: int) -> Scenario:
     knobs = _knobs(generator(seed, "knobs"))
     workload = generator(seed, "workload")
     shared = [[workload.randrange(VOCAB) for _ in range(3 * PAGE_TOKENS)] for _ in range(2)]
-    requests = [_request(i, knobs, shared, workload) for i in range(workload.randint(1, 8))]
+    window = workload.choice((20, 200, 900))  # how bunched arrivals are
+    requests = [_request(i, knobs, shared, window, workload) for i in range(workload.randint(1, 8))]
     return Scenario(seed=seed, knobs=knobs, requests=requests, faults=_faults(generator(seed, "faults")))
 
 
@@ -106,14 +107,14 @@ def _knobs(rng: Random) -> Knobs:
         workers=rng.randint(1, 2),
         depth=rng.randint(1, 3),
         slots=rng.randint(1, 8),
-        pages=rng.choice((3, 4, 6, 8, 12, 24, 64)),
-        tails=rng.choice((1, 2, 4, 8, 16)),
+        pages=rng.choice((3, 4, 4, 5, 6, 8, 12, 24, 64)),
+        tails=rng.choice((1, 2, 4, 8, 8, 16, 16)),
         chunk_tokens=rng.choice((16, 32, 100, 256, 300, 1024)),
-        step_ms=rng.choice((2, 10, 40)),
+        step_ms=rng.choice((2, 10, 40, 150)),
         delay_ms=rng.choice((0.2, 1.0, 8.0)),
         park=rng.choice((0.0, 0.0, 0.1, 0.3)),
         step_error=rng.choice((0.0, 0.0, 0.0, 0.01)),
-        late_frames=rng.random() < 0.5,
+        late_ms=rng.choice((0, 0, 20, 1500)),
         queue_requests=rng.choice((1000, 1000, 3)),
         gateway_grace_ms=rng.choice((500, 3000)),
         rebind_grace_ms=rng.choice((200, 1000)),
@@ -128,10 +129,10 @@ def _knobs(rng: Random) -> Knobs:
     )
 
 
-def _request(number: int, knobs: Knobs, shared: list[list[int]], rng: Random) -> RequestSpec:
+def _request(number: int, knobs: Knobs, shared: list[list[int]], window: int, rng: Random) -> RequestSpec:
     return RequestSpec(
         number=number + 1,
-        at_ms=rng.uniform(60, 900),
+        at_ms=60 + rng.uniform(0, window),
         gateway=rng.randrange(knobs.gateways),
         prompt=_prompt(shared, rng),
         params=_params(rng),
@@ -140,7 +141,7 @@ def _request(number: int, knobs: Knobs, shared: list[list[int]], rng: Random) ->
         tenant=rng.choice(("t0", "t1")),
         priority=rng.choice((0, 0, 0, 1)),
         deadline_ms=rng.randint(100, 2500) if rng.random() < 0.08 else LONG_DEADLINE_MS,
-        cancel_after=rng.randint(0, 12) if rng.random() < 0.12 else -1,
+        cancel_after=rng.choice((0, rng.randint(1, 12))) if rng.random() < 0.14 else -1,
         stop_after=rng.randint(1, 10) if rng.random() < 0.1 else -1,
         abort_ms=rng.uniform(100, 1500) if rng.random() < 0.04 else -1.0,
     )
@@ -148,7 +149,8 @@ def _request(number: int, knobs: Knobs, shared: list[list[int]], rng: Random) ->
 
 def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
     """Short ones, ones that end near a page boundary, long ones; some share a prefix."""
-    length = rng.choice((rng.randint(1, 40), rng.randint(1, 40), rng.randint(248, 260), rng.randint(500, 520)))
+    near = rng.choice((1, 1, 2)) * PAGE_TOKENS - rng.choice((-3, -1, 0, 1, 2, 5, 12, 20))
+    length = rng.choice((rng.randint(1, 40), near, near))
     if rng.random() < 0.1:
         length = rng.randint(1, 3 * PAGE_TOKENS)
     if rng.random() < 0.6:
@@ -157,7 +159,7 @@ def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
 
 
 def _params(rng: Random) -> SamplingParams:
-    max_tokens = rng.choice((1, rng.randint(2, 8), rng.randint(2, 24), rng.randint(16, 40)))
+    max_tokens = rng.choice((1, rng.randint(2, 8), rng.randint(2, 24), rng.randint(16, 40), rng.randint(16, 40)))
     penalty = rng.random()
     return SamplingParams(
         max_tokens=max_tokens,
@@ -166,11 +168,11 @@ def _params(rng: Random) -> SamplingParams:
         stop_ids=(rng.randrange(2, VOCAB),) if rng.random() < 0.3 else (),
         presence_penalty=0.5 if penalty < 0.12 else 0.0,
         repetition_penalty=1.2 if penalty > 0.9 else 1.0,
-        top_logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else -1,
+        top_logprobs=rng.choice((0, 2)) if rng.random() < 0.25 else -1,
     )
 
 
-KINDS = ("break", "half_open", "crash", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
+KINDS = ("break", "half_open", "stall", "crash", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
 
 
 def _faults(rng: Random) -> list[Fault]:

@@ -49,6 +49,7 @@ class Stream:
     conns: list[int]
     last_ns: list[int] = field(default_factory=lambda: [0, 0])  # latest arrival booked per direction
     cut_ns: list[int] = field(default_factory=lambda: [1 << 62, 1 << 62])  # sent at or after this is lost
+    stalled_ns: list[int] = field(default_factory=lambda: [0, 0])  # nothing of this direction arrives before
     closed: list[bool] = field(default_factory=lambda: [False, False])  # that end has been told
     dead: bool = False  # half open: nothing arrives any more
     opened: bool = False
@@ -192,6 +193,7 @@ class World:
                 continue
             check_ns = self.now_ns + 100 * MS
             self.checker.overdue()
+            self.checker.cancelled()
             if self.faults_open or not self.checker.all_ended():
                 quiet_since = -1
                 continue
@@ -289,7 +291,9 @@ class World:
         return int(self.rng_network.expovariate(1 / (self.scenario.knobs.delay_ms * MS)))
 
     def _dial(self, process: Process, conn: int) -> None:
-        links = (Link.GATEWAY_UP, Link.GATEWAY_DOWN) if process.kind == "gateway" else (Link.WORKER_UP, Link.WORKER_DOWN)
+        links = (
+            (Link.GATEWAY_UP, Link.GATEWAY_DOWN) if process.kind == "gateway" else (Link.WORKER_UP, Link.WORKER_DOWN)
+        )
         stream = Stream(links, [process, self.scheduler], [process.epoch, -1], [conn, -1])
         process.streams[conn] = stream
         self.at(self.now_ns + self._delay_ns(), lambda: self._accept(stream))
@@ -314,7 +318,7 @@ class World:
         """Something sent by `side` arrives at the other end, in order, unless the stream is cut by then."""
         if stream.dead or self.now_ns >= stream.cut_ns[side]:
             return
-        arrival = max(self.now_ns + self._delay_ns(), stream.last_ns[side] + 1)
+        arrival = max(self.now_ns + self._delay_ns(), stream.stalled_ns[side], stream.last_ns[side] + 1)
         if arrival >= stream.cut_ns[side]:
             return
         stream.last_ns[side] = arrival
@@ -346,7 +350,7 @@ class World:
         if stream is None:
             return
         side = stream.ends.index(process)
-        late = self.rng_network.uniform(0, 20) if self.scenario.knobs.late_frames else 0.0
+        late = self.rng_network.uniform(0, self.scenario.knobs.late_ms)
         self._tell_closed(stream, side, int(late * MS), "closed by us")
         if stream.opened:
             self._book(stream, side, lambda: self._tell_closed(stream, 1 - side, 0, "closed by peer"))
@@ -473,7 +477,7 @@ class World:
             self._call_faults.append(fault.kind)
         elif not process.alive:
             pass
-        elif fault.kind in ("break", "half_open"):
+        elif fault.kind in ("break", "half_open", "stall"):
             self._break(process, fault)
         elif fault.kind == "crash":
             if fault.b < 0.4:
@@ -498,6 +502,10 @@ class World:
         if not streams:
             return
         stream = streams[int(fault.a * len(streams))]
+        if fault.kind == "stall":
+            until = self.now_ns + int((500 + 3500 * fault.b) * MS)
+            stream.stalled_ns[int(fault.a * 16) % 2] = until
+            return
         slow_end = 7000 * (fault.b - 0.5) * 2 if fault.b > 0.5 else 0.0
         if fault.kind == "half_open":
             stream.dead = True
@@ -553,4 +561,4 @@ class World:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) < 260 else text[:260] + "..."
+    return text if len(text) < 2000 else text[:2000] + "..."

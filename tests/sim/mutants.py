@@ -1,0 +1,312 @@
+"""Planted bugs: each breaks one rule of the real cores by patching a function, and the simulator must find it.
+
+Kept at the level a careless change would have: a check left out, a field not carried, an order swapped.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from gateway.journal import journal as journal_module
+from gateway.journal.journal import Journal
+from gateway.journal.rows import RowTable
+from meshkit import uplink
+from scheduler_svc.core import adopt, attach, book, finish, plan, submit
+from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.state import Worker
+from tests.sim.scenario import draw
+from tests.sim.shrink import attempt
+from worker_svc.core import book as worker_book
+from worker_svc.core import plan as worker_plan
+from worker_svc.core import slots as worker_slots
+from worker_svc.core.dump import dump_frames
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A bug to plant: (owner, attribute, replacement made from the original)."""
+
+    name: str
+    patches: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+
+    @property
+    def originals(self) -> list[tuple[Any, str, Any]]:
+        """What the patched names were when this module was loaded."""
+        return [(owner, name, _ORIGINALS[(id(owner), name)]) for owner, name, _ in self.patches]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The first seed that showed the bug, and what it broke."""
+
+    seed: int
+    seconds: float
+    message: str
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    """The bug is in place inside the block."""
+    with ExitStack() as stack:
+        for owner, name, make in mutant.patches:
+            stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+        yield
+
+
+def hunt(mutant: Mutant, first: int, limit: int) -> Found | None:
+    """Run seeds until one fails."""
+    started = time.monotonic()
+    with planted(mutant):
+        for seed in range(first, first + limit):
+            failure = attempt(draw(seed))[1]
+            if failure is not None and not _fails_anyway(mutant, seed):
+                return Found(seed, time.monotonic() - started, failure.message)
+    return None
+
+
+def _fails_anyway(mutant: Mutant, seed: int) -> bool:
+    """Whether the seed fails without the planted bug, too."""
+    with ExitStack() as stack:
+        for owner, name, original in mutant.originals:
+            stack.enter_context(mock.patch.object(owner, name, original))
+        return attempt(draw(seed))[1] is not None
+
+
+# ---- gateway --------------------------------------------------------------------------------------------------------
+
+
+def _cancel_keeps_entry(original: Any) -> Any:
+    def client_gone(self: Journal, request_id: Any) -> None:
+        return None
+
+    return client_gone
+
+
+def _seed_not_carried(original: Any) -> Any:
+    def build(entry: Any, attach_id: int, remaining_ms: int) -> Any:
+        request = original(entry, attach_id, remaining_ms)
+        return replace(request, seed=request.seed ^ 1) if request.attempt > 1 else request
+
+    return build
+
+
+def _emitted_not_carried(original: Any) -> Any:
+    def build(entry: Any, attach_id: int, remaining_ms: int) -> Any:
+        request = original(entry, attach_id, remaining_ms)
+        return replace(request, choices=tuple(replace(choice, emitted=()) for choice in request.choices))
+
+    return build
+
+
+def _overlap_not_dropped(original: Any) -> Any:
+    def book_row(self: Any, entry: Any, choice: Any, base: int, *rest: Any) -> bool:
+        return original(self, entry, choice, max(base, len(choice.ids)), *rest)
+
+    return book_row
+
+
+def _cancels_not_sent(original: Any) -> Any:
+    def take(self: RowTable) -> list[Any]:
+        original(self)
+        return []
+
+    return take
+
+
+def _fences_off(original: Any) -> Any:
+    def received(self: Any, conn: int, envelope: Any, now_ns: int, out: list[Any]) -> Any:
+        if self._conn is None or not self.attach_id:
+            return original(self, conn, envelope, now_ns, out)
+        return original(self, self._conn, replace(envelope, attach_id=self.attach_id), now_ns, out)
+
+    return received
+
+
+# ---- scheduler ------------------------------------------------------------------------------------------------------
+
+
+def _last_page_kept(original: Any) -> Any:
+    def release(worker: Worker, closing: Any) -> Any:
+        closing.pages = closing.pages[:-1]
+        return original(worker, closing)
+
+    return release
+
+
+def _row_generation_unchecked(original: Any) -> Any:
+    def book_frame(st: Any, worker: Worker, record: Any, result: Any) -> None:
+        for row in record.rows:
+            if row.seq.worker == worker.name:
+                row.gen = row.seq.gen
+        original(st, worker, record, result)
+
+    return book_frame
+
+
+def _tombstones_ignored(original: Any) -> Any:
+    def decide(st: Any, sub: Any) -> Any:
+        st.tombstones.clear()
+        return original(st, sub)
+
+    return decide
+
+
+def _base_off_by_one(original: Any) -> Any:
+    def emit(st: Any, seq: Any, base: int, *rest: Any, **more: Any) -> bool:
+        return original(st, seq, base + 1, *rest, **more)
+
+    return emit
+
+
+def _resent_from_zero(original: Any) -> Any:
+    """Harmless alone: the journal drops what it has."""
+
+    def emit(st: Any, seq: Any, base: int, ids: list[int], *rest: Any, **more: Any) -> bool:
+        return original(st, seq, 0, list(seq.emitted), *rest, **more)
+
+    return emit
+
+
+def _spare_position_wrong(original: Any) -> Any:
+    def settle(st: Any, worker: Worker, seq: Any) -> None:
+        if seq.spare_pos > 256:
+            seq.spare_pos -= 256
+        elif seq.base_pos > 256:
+            seq.base_pos -= 256
+        original(st, worker, seq)
+
+    return settle
+
+
+def _adopted_unseen(original: Any) -> Any:
+    def missing(seq: Any, orphan: Any, limit: int) -> Any:
+        found = original(seq, orphan, limit)
+        return None if found is None else []
+
+    return missing
+
+
+def _not_retired(original: Any) -> Any:
+    def release(self: Worker, rank: Any, page: int, *, kept: bool = False) -> None:
+        original(self, rank, page, kept=kept)
+        if self.retire_pages and self.retire_pages[-1] == page:
+            self.retire_pages.pop()
+
+    return release
+
+
+def _history_not_sent(original: Any) -> Any:
+    return lambda seq: replace(original(seq), emitted=())
+
+
+def _start_without_ids(original: Any) -> Any:
+    return lambda seq: replace(original(seq), n_emitted=0)
+
+
+def _freed_twice(original: Any) -> Any:
+    def drop(self: Pool, place: int) -> bool:
+        was_last = original(self, place)
+        if was_last and len(self.free) == 2:
+            self.free.append(place)
+        return was_last
+
+    return drop
+
+
+def _lost_worker_keeps_kept(original: Any) -> Any:
+    def lost(st: Any, worker: Worker, *, planned: bool) -> None:
+        kept = [(seq, seq.kept) for rank in worker.ranks for seq in rank.keepers]
+        original(st, worker, planned=planned)
+        for seq, value in kept:
+            seq.kept = value
+
+    return lost
+
+
+def _only_first_closed(original: Any) -> Any:
+    def close_rows(st: Any, attach_id: int, rows: list[int], row_gens: list[int]) -> None:
+        original(st, attach_id, rows[:1], row_gens[:1])
+
+    return close_rows
+
+
+# ---- worker ---------------------------------------------------------------------------------------------------------
+
+
+def _partial_page_forgotten(original: Any) -> Any:
+    return lambda *args: replace(original(*args), src_page=-1, dst_page=-1)
+
+
+def _parked_advances(original: Any) -> Any:
+    def book_row(index: int, slot: Any, work: Any, outcome: Any, columns: Any) -> Any:
+        tokens = original(index, slot, work, outcome, columns)
+        if work.sample_last and not tokens and len(work.ids) == 1:
+            slot.length += 1
+        return tokens
+
+    return book_row
+
+
+def _stop_ids_ignored(original: Any) -> Any:
+    return lambda table, params: frozenset() if params.ignore_eos else frozenset(table.model.eos_ids)
+
+
+def _dump_before_held_frames(original: Any) -> Any:
+    def advance(self: Any, now_ns: int, out: list[Any]) -> None:
+        if self._link.attached and not self._dumped:
+            self._dumped, self._lost_ns = True, None
+            for chunk in dump_frames(self.table):
+                self._link.send(chunk, out)
+        original(self, now_ns, out)
+
+    return advance
+
+
+def _spare_saved_early(original: Any) -> Any:
+    def chunk_row(table: Any, slot: Any, chunk: Any) -> Any:
+        row = original(table, slot, chunk)
+        if row.spare_saved > 256:
+            row.spare_saved -= 256
+        return row
+
+    return chunk_row
+
+
+def _one_too_many(original: Any) -> Any:
+    def ends(slot: Any, token: int) -> bool:
+        return token in slot.stops or slot.n_emitted > slot.params.max_tokens
+
+    return ends
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant("ids_after_cancel", ((Journal, "_client_gone", _cancel_keeps_entry),)),
+    Mutant("seed_not_carried", ((journal_module, "build_submit", _seed_not_carried),)),
+    Mutant("emitted_not_carried", ((journal_module, "build_submit", _emitted_not_carried),)),
+    Mutant("overlap_not_dropped", ((Journal, "_book", _overlap_not_dropped), (submit, "emit", _resent_from_zero))),
+    Mutant("cancels_not_sent", ((RowTable, "take_batches", _cancels_not_sent),)),
+    Mutant("fences_off", ((uplink.Uplink, "received", _fences_off),)),
+    Mutant("page_not_returned", ((finish, "release", _last_page_kept),)),
+    Mutant("row_generation_unchecked", ((book, "book", _row_generation_unchecked),)),
+    Mutant("tombstones_ignored", ((submit, "_decide", _tombstones_ignored),)),
+    Mutant("resume_base_off_by_one", ((submit, "emit", _base_off_by_one),)),
+    Mutant("tail_at_wrong_position", ((finish, "settle_preempted", _spare_position_wrong),)),
+    Mutant("adopted_ids_not_told", ((adopt, "_missing_ids", _adopted_unseen),)),
+    Mutant("freed_page_not_retired", ((Worker, "release_page", _not_retired),)),
+    Mutant("history_not_sent", ((plan, "_init", _history_not_sent),)),
+    Mutant("output_position_restarts", ((plan, "_init", _start_without_ids),)),
+    Mutant("page_freed_twice", ((Pool, "drop", _freed_twice),)),
+    Mutant("kept_pages_of_lost_worker", ((attach, "_worker_lost", _lost_worker_keeps_kept),)),
+    Mutant("only_first_cancel_of_batch", ((attach, "close_rows", _only_first_closed),)),
+    Mutant("copy_forgets_partial_page", ((worker_plan, "_copy", _partial_page_forgotten),)),
+    Mutant("parked_row_advances", ((worker_book, "_book_row", _parked_advances),)),
+    Mutant("stop_ids_ignored", ((worker_plan, "_stops", _stop_ids_ignored),)),
+    Mutant("dump_before_held_frames", ((worker_slots.SlotMachine, "_advance", _dump_before_held_frames),)),
+    Mutant("spare_saved_a_page_early", ((worker_plan, "_chunk_row", _spare_saved_early),)),
+    Mutant("one_token_too_many", ((worker_book, "_ends", _one_too_many),)),
+)
+
+_ORIGINALS = {(id(owner), name): getattr(owner, name) for mutant in MUTANTS for owner, name, _ in mutant.patches}
