@@ -211,10 +211,14 @@ sys.exit(run(serve(Serving(listen=sys.argv[1]), Health(), lambda server: None, w
 """
 
 
+def service(folder):
+    args = [sys.executable, "-c", SERVICE, f"unix:{folder}/s.sock"]
+    return subprocess.Popen(args, stdout=subprocess.PIPE, text=True, env=ENV)
+
+
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_signals_drain(tmp_path, number, status):
-    args = [sys.executable, "-c", SERVICE, f"unix:{tmp_path}/s.sock"]
-    with subprocess.Popen(args, stdout=subprocess.PIPE, text=True, env=ENV) as process:
+    with service(tmp_path) as process:
         assert process.stdout.readline() == "working\n"
         process.send_signal(number)
         assert process.stdout.readline() == "finished\n"
@@ -268,3 +272,31 @@ def test_channel_import_loads_neither_torch_nor_rust():
     )
     out = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=ENV)
     assert json.loads(out.stdout) == []
+
+
+async def test_a_burst_of_calls_is_queued_not_shed(tmp_path):
+    """Without max_pending_requests gRPC cancels a part of 1,500 calls at once."""
+
+    async def behaviour(request, context):
+        return request
+
+    async with serving(tmp_path, "burst", echo(behaviour)) as address, open_channel(address) as channel:
+        method = channel.unary_unary(METHOD)
+        answers = await asyncio.gather(*(method(b"%d" % number, timeout=30) for number in range(1500)))
+    assert answers == [b"%d" % number for number in range(1500)]
+
+
+@pytest.mark.nightly
+async def test_a_frozen_host_is_noticed(tmp_path):
+    """SIGSTOP stands for it: the channel's pings are not answered any more."""
+    with service(tmp_path) as process:
+        process.stdout.readline()
+        async with open_channel(f"unix:{tmp_path}/s.sock") as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            await watch.read()
+            start = time.monotonic()
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError, match="ping timeout"):
+                await watch.read()
+            assert time.monotonic() - start < 9
+        process.kill()
