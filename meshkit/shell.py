@@ -43,6 +43,8 @@ class Shell:
         self._queues: dict[int, SendQueue] = {}
         self._attach_ids: dict[int, int] = {}  # as the core uses them, for the Bye of a shutdown
         self._conns = 0
+        self._opened: set[int] = set()
+        self._stopped = False
         self._timer: asyncio.TimerHandle | None = None
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._counted = self.metrics.counter(
@@ -50,13 +52,18 @@ class Shell:
         )
 
     async def run(self) -> None:
-        """Returns never; raises what the core raised."""
-        self.post(Tick())
-        await self._failed
+        """Returns never; raises what the core raised. After it the core gets no more events."""
+        try:
+            self.post(Tick())
+            await self._failed
+        finally:
+            self._stopped = True
+            if self._timer is not None:
+                self._timer.cancel()
 
     def post(self, event: Any) -> None:
         """Hand one event to the core and carry out its effects, in order. Any: event types are each core's own."""
-        if self._failed.done():
+        if self._stopped or self._failed.done():
             return
         try:
             for effect in self.core.handle(event, self._clock.now_ns()):
@@ -69,7 +76,8 @@ class Shell:
         match effect:
             case Send(conn=conn, envelope=envelope):
                 if (queue := self._queues.get(conn)) is not None:
-                    self._attach_ids[conn] = envelope.attach_id
+                    if envelope.attach_id:
+                        self._attach_ids[conn] = envelope.attach_id
                     queue.put(envelope)
             case Close(conn=conn):
                 if (queue := self._queues.get(conn)) is not None:
@@ -105,13 +113,17 @@ class Shell:
 
     async def carry(self, conn: int, peer: Peer, stream: Duplex) -> str:
         """An open stream until it ends; returns why. The caller goes on to `release`, whatever happens."""
+        self._opened.add(conn)
+        log.info("stream opened", extra=kv(conn=conn, kind=peer))
         self.post(Opened(conn, peer))
         return await run_stream(stream, self._queues[conn], lambda envelope: self.post(Received(conn, envelope)))
 
     def release(self, conn: int, reason: str) -> None:
         """The stream is gone: forget it and tell the core, once."""
         del self._queues[conn]
-        if self._attach_ids.pop(conn, None) is not None:
+        self._attach_ids.pop(conn, None)
+        if conn in self._opened:
+            self._opened.remove(conn)
             log.info("stream closed", extra=kv(conn=conn, reason=reason))
         self.post(Closed(conn, reason))
 

@@ -165,3 +165,16 @@ async def test_diagnose_names_the_step_that_fails(tmp_path):
     await server.wait_closed()
     (tmp_path / "dead.sock").touch()
     assert "nobody listens" in await diagnose(f"unix:{tmp_path}/dead.sock")
+
+
+async def test_a_stopped_shell_asks_the_core_nothing():
+    core = Script(Tick=lambda event: [WakeAt(0)] if len(core.events) < 50 else [])
+    shell = Shell(core, lambda effect: None)
+    running = asyncio.create_task(shell.run())
+    await until(lambda: len(core.events) > 3)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    count = len(core.events)
+    await asyncio.sleep(0.02)
+    shell.post(Tick())
+    assert len(core.events) == count
