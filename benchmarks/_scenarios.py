@@ -177,8 +177,9 @@ def verify_rows(rig: Rig, sequences: list[Tensor]) -> Iterator[Piece]:
     start = 100
     yield Piece(0, 0, rig.feed(ids, 0, 0, start, pages))
     while start < len(ids):
-        size = min(rng.randint(1, rig.max_verify), len(ids) - start)
-        right = rng.randint(1, size)
+        # Full rows of which one token stays are what the rings must be large enough for.
+        size = min(rng.choice((rig.max_verify, rng.randint(1, rig.max_verify))), len(ids) - start)
+        right = rng.choice((1, rng.randint(1, size)))
         fed = ids[start : start + size].clone()
         fed[right:] = (fed[right:] + 1) % 97  # garbage drafts
         row = full_row(0, start, start + size, pages)

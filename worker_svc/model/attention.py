@@ -55,16 +55,16 @@ class Attention:
 
     def __call__(self, x: Tensor, step: Step, pools: LayerPools) -> Tensor:
         """x [S, D] normed -> [S, D]."""
-        turns = self.rope.at(step.positions)  # [S, r/2]
+        turns = step.turns[self.rope]  # [S, r/2]
         qr, kv, *rest = [part for stack in self.inputs for part in stack.split(x)]
         q, *index_q = self.wq_b.split(self.q_norm(qr))
         q = rms_norm(q.reshape(-1, self.heads, self.head_dim), None, self.q_norm.eps)
-        q = rotate_(q, turns.unsqueeze(1))
-        kv = pools.window.round(rotate_(self.kv_norm(kv), turns))
+        q = rotate_(q, turns.forward.unsqueeze(1))
+        kv = pools.window.round(rotate_(self.kv_norm(kv), turns.forward))
         states = self._states(rest[0], step.positions) if self.compressor is not None else None
         index = None
         if self.indexer is not None:
-            index = self.indexer.queries(index_q[0], turns), rest[1]
+            index = self.indexer.queries(index_q[0], turns.forward), rest[1]
         out = torch.empty_like(q)
         for row in step.rows:
             window = self._window(kv[row.tokens], row, pools)
@@ -74,7 +74,7 @@ class Attention:
                 self._compress(states[row.tokens], row, plan, pools)
                 entries, allowed = self._entries(index, row, plan, pools)
             out[row.tokens] = self._attend(q[row.tokens], window, entries, allowed, row)
-        rotate_(out, turns.conj().resolve_conj().unsqueeze(1))
+        out = rotate_(out, turns.inverse.unsqueeze(1))
         return self.wo_b(self.wo_a(out.flatten(1)))
 
     def _states(self, raw: Tensor, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ alike) by compress_rope_theta with YaRN. Nothing is multiplied into cos, sin or 
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling) -> Tenso
     return plain * (1 - ramp) + plain / scaling.factor * ramp
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Unit complex turns of a step's tokens [S, r/2], and the inverse ones, which the attention output needs."""
+
+    forward: Tensor
+    inverse: Tensor
+
+
 class RopeTable:
     """Turns e^(i p f) for every position below `positions`, complex64 [positions, r/2].
 
@@ -49,7 +58,8 @@ class RopeTable:
         rounded = -(-positions // _TABLE_STEP) * _TABLE_STEP
         angles = torch.arange(rounded, dtype=torch.float32).unsqueeze(1) * freqs
         self.turns = torch.complex(angles.cos(), angles.sin())
+        self.inverse = torch.complex(angles.cos(), -angles.sin())
 
-    def at(self, positions: Tensor) -> Tensor:
-        """[S] -> [S, r/2]."""
-        return self.turns.index_select(0, positions)
+    def at(self, positions: Tensor) -> Turns:
+        """Turns of positions [S]."""
+        return Turns(self.turns.index_select(0, positions), self.inverse.index_select(0, positions))

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshkit.types import PAGE_TOKENS
 from worker_svc.kv.layout import C4_CARRY
 from worker_svc.kv.pools import KvPools
+from worker_svc.model.rope import RopeTable, Turns
 from worker_svc.ops.sparse_attention import KEY_BLOCK
 
 QUERY_TILE = 128
@@ -121,9 +122,10 @@ class Step:
     positions: Tensor  # [S] int64
     rows: tuple[RowPlan, ...]
     sampled: Tensor  # [n] int64 tokens whose logits are wanted
+    turns: dict[RopeTable, Turns]  # of `positions`, from each rotary table of the model
 
 
-def plan_step(inputs: ForwardInputs, pools: KvPools, deterministic: bool) -> Step:
+def plan_step(inputs: ForwardInputs, pools: KvPools, ropes: Sequence[RopeTable], *, deterministic: bool) -> Step:
     """Plan every row of the batch."""
     plans, offset = [], 0
     ratios = sorted({layer.ratio for layer in pools.layers} - {0})
@@ -135,7 +137,7 @@ def plan_step(inputs: ForwardInputs, pools: KvPools, deterministic: bool) -> Ste
     assert offset == inputs.ids.shape[0], (offset, inputs.ids.shape)
     positions = torch.cat([torch.arange(plan.start, plan.start + plan.length) for plan in plans])
     sampled = torch.cat([torch.arange(plan.sampled.start, plan.sampled.stop) for plan in plans])
-    return Step(inputs.ids, positions, tuple(plans), sampled)
+    return Step(inputs.ids, positions, tuple(plans), sampled, {rope: rope.at(positions) for rope in ropes})
 
 
 def _plan_row(row: Row, offset: int, pools: KvPools, ratios: list[int], deterministic: bool) -> RowPlan:

@@ -4,6 +4,8 @@ One forward for every kind of row: a decode row is a chunk of one token, a verif
 chunk any number, and a batch is any mix of them. Reads and writes the KV pools it was built with.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from worker_svc.kv.pools import KvPools, LayerPools
@@ -12,6 +14,7 @@ from worker_svc.model.hyper import HyperConnection, HyperHead
 from worker_svc.model.linear import Linear
 from worker_svc.model.moe import MoE
 from worker_svc.model.norm import RMSNorm
+from worker_svc.model.rope import RopeTable
 from worker_svc.model.step import ForwardInputs, Step, plan_step
 
 
@@ -50,16 +53,17 @@ class V4Transformer:
         norm: RMSNorm,
         head: Linear,
         streams: int,
+        ropes: Sequence[RopeTable],
         pools: KvPools,
         deterministic: bool,
     ) -> None:
         assert len(blocks) == len(pools.layers)
         self.embed, self.blocks, self.hyper_head, self.norm, self.head = embed, blocks, hyper_head, norm, head
-        self.streams, self.pools, self.deterministic = streams, pools, deterministic
+        self.streams, self.ropes, self.pools, self.deterministic = streams, ropes, pools, deterministic
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Logits [n, V] of the sampled positions, rows in order. Moves every row's KV state on."""
-        step = plan_step(inputs, self.pools, self.deterministic)
+        step = plan_step(inputs, self.pools, self.ropes, deterministic=self.deterministic)
         x = self.embed[step.ids].unsqueeze(1).repeat(1, self.streams, 1)  # [S, N, D]
         for block, layer_pools in zip(self.blocks, self.pools.layers):
             x = block(x, step, layer_pools)

@@ -55,6 +55,7 @@ class ModelBuilder:
             norm=self._norm("norm"),
             head=self._linear("head", quantised=False),
             streams=self.config.hc_mult,
+            ropes=tuple(self.ropes.values()),
             pools=pools,
             deterministic=self.deterministic,
         )
