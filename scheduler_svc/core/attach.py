@@ -261,9 +261,11 @@ def _resolve(st: State, group: str, boot: int, *, crashed: bool) -> None:
 
 
 def _killed(st: State, req: Request) -> None:
-    if req.kills >= st.limits.poison_kills:
+    presumed = [group for group, _ in req.suspects if st.lost[group].presumed]
+    kills = req.kills + len(presumed)
+    if kills >= st.limits.poison_kills:
         st.count("requests_poisoned")
-        finish.end_request(st, req, "request_poisoned", f"it was running at {req.kills} worker crashes")
+        finish.end_request(st, req, "request_poisoned", f"it was running at {kills} worker crashes")
     else:
         send_moved(st, req)
 
@@ -284,8 +286,11 @@ def send_moved(st: State, req: Request) -> None:
 
 
 def suspects_due(st: State) -> None:
-    """Groups that did not come back in time have crashed."""
-    for group, lost in list(st.lost.items()):
-        if st.now - lost.since_ns >= st.limits.suspect_ms * MS:
-            del st.lost[group]
-            _resolve(st, group, lost.boot, crashed=True)
+    """Groups that did not come back in time have crashed, until they show otherwise."""
+    for lost in st.lost.values():
+        if lost.presumed or st.now - lost.since_ns < st.limits.suspect_ms * MS:
+            continue
+        lost.presumed = True
+        for req in list(st.requests.values()):
+            if req.suspects and req.all_kills >= st.limits.poison_kills:
+                _killed(st, req)

@@ -74,8 +74,11 @@ def build(st: State, worker: Worker) -> StepFrame | None:
     _admit(st, worker, draft)
     _seal(st, worker, draft)
     rows = [row for rank_rows in draft.rows for row in rank_rows]
-    if not rows and not (draft.frees or draft.publishes or worker.retire_pages or worker.retire_tails):
+    if not rows and not (
+        draft.frees or draft.publishes or draft.publish_tails or worker.retire_pages or worker.retire_tails
+    ):
         return None
+    assert rows or not (draft.inits or draft.appends or draft.saves), "operations on slots come with rows"
     worker.step = draft.step
     record = Record(draft.step, rows, sum(row.n for row in rows if row.chunk), st.now)
     worker.inflight.append(record)

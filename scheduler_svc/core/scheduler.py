@@ -209,7 +209,7 @@ class Scheduler:
         """Ask for the next tick: the earliest deadline, or the grain of the other checks while anything is alive."""
         st = self._st
         at = st.deadlines[0][0] if st.deadlines else 0
-        if st.conns or st.requests or st.lost:
+        if st.conns or st.requests:
             tick = self._tick_ns + st.limits.tick_ms * MS
             at = min(at, tick) if at else tick
         if at and (again or at != self._wake_ns):

@@ -210,6 +210,7 @@ class Lost:
 
     boot: int
     since_ns: int
+    presumed: bool = False  # it did not come back in time: counts as a crash until it comes back after all
 
 
 @dataclass(slots=True, eq=False)

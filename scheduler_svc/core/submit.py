@@ -16,15 +16,19 @@ from scheduler_svc.core.state import MS, Known, State, emit
 
 def submit(st: State, sub: Submit) -> SubmitReply:
     """Decide, remember the answer and act on it."""
-    known = st.known.get(sub.request_id)
+    known, live = st.known.get(sub.request_id), st.requests.get(sub.request_id)
     if known is not None and sub.attempt in known.answers:
         st.total("submits_repeated")
         return known.answers[sub.attempt]
+    if live is not None and sub.attempt == live.attempt:  # it outlived its answer
+        st.total("submits_repeated")
+        return SubmitReply(Verdict.ACCEPTED)
     if sub.attach_id not in st.listeners:
         st.count("submits_stale")
         return SubmitReply(Verdict.STALE_ATTACH, "this attachment is not open; attach again and resubmit")
-    if known is not None and sub.attempt < known.attempt:
-        return SubmitReply(Verdict.SUPERSEDED, f"attempt {known.attempt} is known")
+    highest = max(known.attempt if known is not None else 0, live.attempt if live is not None else 0)
+    if sub.attempt < highest:
+        return SubmitReply(Verdict.SUPERSEDED, f"attempt {highest} is known")
     reply = _decide(st, sub)
     _remember(st, sub, reply)
     st.total(f"submits_{reply.verdict.name.lower()}")

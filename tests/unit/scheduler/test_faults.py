@@ -97,6 +97,21 @@ def test_a_request_lost_by_two_groups_waits_until_the_losses_are_understood():
     m.idle()
 
 
+def test_a_worker_back_late_with_the_same_boot_did_not_crash():
+    m, _, js = busy()
+    w = m.workers["w0"]
+    for _ in range(3):
+        m.lose(w)
+        m.advance(8000)
+        assert js[0].streams[0].kills == 1
+        m.redial(w)
+        assert js[0].streams[0].kills == 0
+        m.steps(2)
+    m.run()
+    m.expect(*js)
+    m.idle()
+
+
 def test_with_a_second_group_the_lost_ones_move_at_once():
     m, _, js = busy()
     m.worker(group="w1", pages=24, tails=8)

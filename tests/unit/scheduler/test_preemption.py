@@ -184,3 +184,14 @@ def test_equal_prompts_publish_a_page_once():
     m.expect(*js)
     m.idle()
     assert len([p for fr in w.log for p in fr.publishes]) == 2
+
+
+def test_a_tail_published_with_the_last_row_in_flight_is_told_to_the_worker():
+    m = Mesh(depth=2)
+    w = m.worker(slots=2, pages=6, tails=4)
+    g = m.gate()
+    js = [m.submit(g, prompt=500, max_tokens=n, ignore_eos=True) for n in (275, 269)]
+    m.run()
+    m.expect(*js)
+    m.idle()
+    assert any(fr.publish_tails and not len(fr.slots) for fr in w.log), "a frame of its own, nothing else to run"

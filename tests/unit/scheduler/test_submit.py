@@ -28,6 +28,21 @@ def test_the_same_key_gets_the_same_answer_for_a_minute():
     m.idle()
 
 
+def test_a_live_request_outlives_its_remembered_answer():
+    m, g = ready(tombstones=1)
+    j = m.submit(g, max_tokens=50, ignore_eos=True)
+    m.steps(3)
+    for _ in range(3):
+        m.submit(g, max_tokens=1)
+    assert j.request_id not in m.core.state.known
+    assert m.call(j.sub).verdict is Verdict.ACCEPTED
+    assert m.call(dataclasses.replace(j.sub, attempt=0)).verdict is Verdict.SUPERSEDED
+    m.run()
+    m.expect(j)
+    assert not m.core.counters.get("rebinds")
+    m.idle()
+
+
 def test_lower_attempts_are_superseded_even_after_the_end():
     m, g = ready()
     j = m.journal(8, max_tokens=5)
