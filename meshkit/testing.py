@@ -67,7 +67,7 @@ async def serving(
         await server.stop(None)
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     """Return as soon as `condition()` holds; AssertionError after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not condition():

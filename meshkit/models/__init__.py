@@ -45,12 +45,17 @@ def resolve_model(name_or_path: str | Path) -> Path:
 
 
 def served_name(folder: Path) -> str:
-    """The name clients see: `served_model_name` of the folder's v4mesh.json, else the folder's own name."""
+    """The name clients see: `served_model_name` of the folder's v4mesh.json, else the folder's or hub id's own name."""
     try:
         told = json.loads((folder / "v4mesh.json").read_bytes())["served_model_name"]
     except (OSError, ValueError, KeyError, TypeError):
-        return folder.resolve().name
-    return told if isinstance(told, str) and told else folder.resolve().name
+        told = None
+    if isinstance(told, str) and told:
+        return told
+    whole = folder.resolve()
+    if whole.parent.name == "snapshots":  # models--org--name/snapshots/<revision>
+        return whole.parent.parent.name.rpartition("--")[2]
+    return whole.name
 
 
 def hub_cache() -> Path:

@@ -245,7 +245,7 @@ async def test_a_newer_stream_of_the_same_gateway_replaces_the_older(scheduler):
 async def test_silent_peers_are_dropped(scheduler):
     async with GatewayProbe(scheduler.address) as gateway:
         gateway.beats.cancel()
-        await until(lambda: gateway.closed is not None, 4)
+        await until(lambda: gateway.closed is not None)
         assert scheduler.core.state.gateways == {}
 
 
@@ -298,7 +298,7 @@ async def test_worker_without_a_scheduler_redials_until_there_is_one(tmp_path):
         task = asyncio.create_task(loop.run())
         start = time.monotonic()
         await until(lambda: loop.core.status().ready)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 5
         await worker.crash()
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -92,3 +92,6 @@ def test_served_name(here):
     for text in ("[]", "{", '{"served_model_name": 3}', '{"served_model_name": ""}'):
         (folder / "v4mesh.json").write_text(text)
         assert served_name(folder) == "flash"
+    assert served_name(make_model(here / "models--deepseek-ai--DeepSeek-V4-Flash" / "snapshots" / "8a1f")) == (
+        "DeepSeek-V4-Flash"
+    )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 
@@ -110,3 +111,14 @@ def test_health_address_is_derived_from_the_scheduler():
     assert WorkerConfig(scheduler="unix:/run/x/s.sock", group="w3").health_address == "unix:/run/x/w3.sock"
     assert WorkerConfig(scheduler="scheduler:50051").health_address == "127.0.0.1:0"
     assert WorkerConfig(listen="127.0.0.1:9").health_address == "127.0.0.1:9"
+
+
+def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = LoadProgress()
+    progress("read", 5, 10)
+    progress("build", 1, 5)
+    progress.close()
+    assert caplog.records == []
+    assert "read" in capsys.readouterr().err
