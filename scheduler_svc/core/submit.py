@@ -182,6 +182,9 @@ def _close_all(st: State, req: Request | None) -> None:
 def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -> None:
     """A higher attempt takes over: rows are renamed, choices it does not name are closed."""
     st.count("rebinds")
+    named = [c.choice for c in choices]
+    for seq in [s for s in req.choices if s.choice not in named]:
+        finish.close(st, seq)  # while its row is still known under the old attachment
     for seq in req.choices:
         st.rows.pop((req.attach_id, seq.row, seq.row_gen), None)
     req.attempt, req.attach_id, req.expire_ns = sub.attempt, sub.attach_id, 0
@@ -193,12 +196,10 @@ def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -
         if c.choice not in ours:
             _add_choice(st, req, c)
             continue
-        seq = ours.pop(c.choice)
+        seq = ours[c.choice]
         seq.row, seq.row_gen = c.row, c.row_gen
         st.rows[(req.attach_id, c.row, c.row_gen)] = seq
         _reconcile(st, seq, list(c.emitted))
-    for left in ours.values():
-        finish.close(st, left)
     _settle_table(st, req)
     adopt.claim(st, req)
 

@@ -191,7 +191,7 @@ class Mesh:
 
     def gate(self, gate=None, **kw):
         gate = gate or Gate(**kw)
-        gate.attach_id, gate.rows = 0, {}
+        gate.attach_id, gate.rows, gate.next_row = 0, {}, 0
         self.gates[gate.name] = gate
         self.open(gate, "gateway")
         self.up(gate, f.GatewayHello(gate.name, gate.boot, "b", 1), 0)

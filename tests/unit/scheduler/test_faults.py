@@ -521,6 +521,22 @@ def test_choices_the_new_attempt_does_not_name_are_freed():
     m.idle()
 
 
+def test_rows_of_a_new_attachment_may_repeat_old_numbers():
+    m = Mesh()
+    w = m.worker()
+    g = m.gate()
+    j = m.submit(g, n=2, max_tokens=40, ignore_eos=True)
+    m.steps(4)
+    j.streams[0].reason = FinishReason.STOP
+    m.gate(g)
+    m.resubmit(g, [j])
+    assert [(c.row, c.row_gen) for c in j.sub.choices] == [(0, 1)]
+    m.close_choices(g, j)
+    m.steps(2)
+    assert not w.slots
+    m.idle()
+
+
 def test_an_absent_gateway_costs_its_requests_after_the_grace():
     m, g, _ = busy()
     m.lose(g)
