@@ -92,7 +92,8 @@ class CpuExecutor:
             vocab_size=config.vocab_size,
             max_context=max_context,
             eos_ids=(config.eos_token_id,),
-            kv_layout_id=layout.layout_id,
+            # Pages of the other mode differ in their last bits: they must not be shared with one that promises bits.
+            kv_layout_id=layout.layout_id + ("-d" if deterministic else ""),
         )
         rules = _rules(folder, checkpoint)
         return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=rules, threads=threads)

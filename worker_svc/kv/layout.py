@@ -112,8 +112,7 @@ class KvLayout:
         c = self.config
         parts = (
             "v1",
-            self.numerics.kv,
-            self.numerics.indexer,
+            self.numerics.describe(),
             self.ratios,
             self.window,
             c.head_dim,
