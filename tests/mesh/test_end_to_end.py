@@ -1,0 +1,146 @@
+"""The whole mesh as real processes with the shipped model: the official client, many streams, vanishing clients."""
+
+import asyncio
+import json
+import re
+import urllib.request
+
+import aiohttp
+import openai
+import pytest
+
+from benchmarks._mesh import running_mesh
+
+MODEL = "v4-nano"
+STORY = [{"role": "user", "content": "Tell me a story about a fox and a lamp."}]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running_mesh("--deterministic") as base:
+        yield base
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def _gauge(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found, name
+    return float(found[1])
+
+
+def _server_info(url: str) -> dict:
+    with urllib.request.urlopen(f"{url}/server_info", timeout=5) as answer:
+        return json.load(answer)
+
+
+def test_chat_answers_in_words_and_repeats_with_a_seed(client):
+    first, second = (
+        client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=60, seed=7) for _ in range(2)
+    )
+    assert re.search(r"[a-z]{3,} [a-z]+", first.choices[0].message.content)
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.usage.total_tokens == first.usage.prompt_tokens + first.usage.completion_tokens
+    assert first.choices[0].finish_reason in {"stop", "length"}
+
+
+def test_streamed_chat_equals_the_whole_answer(client):
+    whole = client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=50, seed=3)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=50, seed=3, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_n_choices_differ_and_repeat(client):
+    answers = [
+        [c.message.content for c in client.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=40, seed=7, n=2).choices]
+        for _ in range(2)
+    ]  # fmt: skip
+    assert answers[0][0] != answers[0][1]
+    assert answers[0] == answers[1]
+    chunks = client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=40, seed=7, n=2, stream=True)
+    texts = ["", ""]
+    for chunk in chunks:
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == answers[0]
+
+
+def test_logprobs_cover_each_token(client):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=STORY, max_tokens=12, temperature=0, logprobs=True, top_logprobs=3
+    )
+    entries = answer.choices[0].logprobs.content
+    assert "".join(e.token for e in entries) == answer.choices[0].message.content
+    assert all(len(e.top_logprobs) == 3 and e.logprob == e.top_logprobs[0].logprob <= 0 for e in entries)
+
+
+def test_stop_string_ends_before_itself(client):
+    whole = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=40, temperature=0)
+    word = re.findall(r"[a-z]{4,}", whole.choices[0].text)[3]
+    cut = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=40, temperature=0, stop=[word])
+    assert cut.choices[0].text == whole.choices[0].text[: whole.choices[0].text.index(word)]
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.usage.completion_tokens < whole.usage.completion_tokens
+
+
+def test_completions_stream_and_not(client):
+    arguments = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "logprobs": 2}
+    whole = client.completions.create(**arguments)
+    parts = list(client.completions.create(**arguments, stream=True))
+    assert "".join(p.choices[0].text for p in parts if p.choices) == whole.choices[0].text
+    assert len(whole.choices[0].logprobs.tokens) == whole.usage.completion_tokens == 20
+
+
+async def _stream(session: aiohttp.ClientSession, url: str, index: int, leave_after: int | None) -> str | None:
+    body = {"model": MODEL, "messages": STORY, "max_tokens": 90, "seed": index, "stream": True, "ignore_eos": True}
+    text, events, finish = "", 0, None
+    async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200
+        async for line in answer.content:
+            if not line.startswith(b"data: {"):
+                continue
+            choice = json.loads(line[6:])["choices"][0]
+            text += choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+            events += 1
+            if leave_after is not None and events >= leave_after:
+                answer.close()
+                return None
+    assert finish == "length"
+    return text
+
+
+async def test_vanishing_clients_free_their_requests_and_leave_the_others_alone(url):
+    async with aiohttp.ClientSession() as session:
+        alone = await _stream(session, url, 3, None)
+        tasks = [_stream(session, url, i, 6 + i if i >= 8 else None) for i in range(16)]
+        texts = await asyncio.gather(*tasks)
+    assert all(text for text in texts[:8])
+    assert texts[3] == alone, "batch companions change nothing in deterministic mode"
+    for _ in range(100):
+        if not _gauge(url, "vllm:num_requests_running"):
+            break
+        await asyncio.sleep(0.05)
+    assert _gauge(url, "vllm:num_requests_running") == 0
+    assert _gauge(url, "vllm:num_requests_waiting") == 0
+    # Pages a finished request published stay cached; none may be owned by a request that is gone.
+    assert _server_info(url)["scheduler"]["running"] == 0
+
+
+def test_bad_input_is_refused_and_the_next_request_is_served(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=STORY, temperature=3)
+    assert "temperature" in str(refused.value)
+    assert client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=4).choices[0].message.content
