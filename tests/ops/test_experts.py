@@ -10,7 +10,7 @@ from worker_svc.ops.topk_gate import expert_weights, gate_scores, pick_experts
 
 def test_scores_are_the_root_of_softplus():
     logits = torch.linspace(-100, 100, 401).view(1, -1)
-    torch.testing.assert_close(gate_scores(logits), softplus(logits, threshold=1e9).sqrt())
+    torch.testing.assert_close(gate_scores(logits), softplus(logits.double(), threshold=1e9).sqrt().float())
 
 
 def test_the_bias_chooses_but_does_not_weigh():
@@ -71,9 +71,8 @@ def test_quantised_inputs_are_rounded_after_the_routing_weight():
 
     got = swiglu_experts(x, w13, w2, experts, weights, limit=1.0, round_input=keep)
     rounded = x.round()
-    inner = [
-        (weights[0, i] * clamped_swiglu(rounded[0] @ w13[e], 1.0)).round() @ w2[e] for i, e in enumerate(experts[0])
-    ]
+    picked = enumerate(experts[0])
+    inner = [(weights[0, i] * clamped_swiglu(rounded[0] @ w13[e], 1.0)).round() @ w2[e] for i, e in picked]
     shared = clamped_swiglu(rounded[0] @ w13[5], 1.0).round() @ w2[5]
     torch.testing.assert_close(got[0], sum(inner) + shared, atol=1e-4, rtol=1e-4)
     assert seen[0] == 16 and set(seen[1:]) == {12}

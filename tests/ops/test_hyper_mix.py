@@ -12,9 +12,8 @@ def _mixes(tokens=7, spread=2.0):
 
 @pytest.mark.parametrize("spread", [0.1, 2.0, 30.0, 300.0])
 def test_numpy_equals_torch(spread):
-    for ours, truth in zip(
-        host.mix_weights(_mixes(spread=spread), 4, 20, 1e-6), ref.mix_weights(_mixes(spread=spread), 4, 20, 1e-6)
-    ):
+    arguments = (_mixes(spread=spread), 4, 20, 1e-6)
+    for ours, truth in zip(host.mix_weights(*arguments), ref.mix_weights(*arguments)):
         torch.testing.assert_close(ours, truth, atol=2e-6, rtol=2e-5)
 
 
