@@ -5,6 +5,7 @@ drain: no new connection, open streams may finish, what is left after the grace 
 """
 
 import asyncio
+import gc
 import logging
 import os
 import random
@@ -124,6 +125,8 @@ async def _load_tokenizer(gateway: Gateway) -> None:
         gateway.tokenizer = await asyncio.to_thread(Tokenizer.load, gateway.config.model)
     except TokenizerFileError as error:
         raise ModelDirError(str(error)) from None
+    gc.collect()
+    gc.freeze()  # the vocabulary lives for ever: later collections need not walk it
     log.info("tokenizer loaded")
 
 

@@ -35,19 +35,20 @@ async def send_events(
     gateway: Gateway, exchange: Exchange, generation: Generation, renderer: Renderer
 ) -> web.StreamResponse:
     """Stream a generation that has been started. Errors before the first byte are raised, later ones are events."""
-    stream = EventStream(exchange.request, gateway.guard, exchange.headers)
+    stream = EventStream(exchange.request, gateway.guard, exchange.headers, generation.mailbox.__len__)
     try:
         async for updates in generation.updates():
             data = renderer.render(updates) if updates else KEEP_ALIVE
-            if not stream.started:
-                await stream.start()
-                data = renderer.opening() + data
-            if data:
-                await stream.write(data)
-        if not stream.started:
-            await stream.start()
-            await stream.write(renderer.opening())
-        await stream.write(renderer.closing() + DONE)
+            if stream.started:
+                if data:
+                    await stream.write(data)
+            elif data := renderer.opening() + data:
+                await stream.start(data)
+        data = renderer.closing() + DONE
+        if stream.started:
+            await stream.write(data)
+        else:
+            await stream.start(renderer.opening() + data)
     except ApiError as error:
         if not stream.started:
             raise

@@ -78,6 +78,8 @@ class _Entry:
         match: routes.Match | None = None
         try:
             try:
+                if len(request.headers) > self._gateway.limits.header_fields:
+                    raise ApiError(431, f"more than {self._gateway.limits.header_fields} header fields")
                 match = routes.find(request.path)
                 routes.check_method(match, request.method)
                 response = await self._handle(match, exchange)

@@ -6,7 +6,7 @@ validation; text of unexpected exceptions never reaches a client (they become a 
 
 from typing import Any
 
-from meshkit.errors import BY_CODE, Fenced, MeshError, NeverFits, Refused, from_verdict
+from meshkit.errors import BY_CODE, Fenced, MeshError, NeverFits, Poisoned, QueueFull, Refused, from_verdict
 from meshkit.frames import SubmitReply, Verdict
 
 _TYPES = {
@@ -89,9 +89,12 @@ def refused(verdict: Verdict, message: str, retry_after_ms: int) -> ApiError:
     return _from_mesh(error)
 
 
+_ENDED = {"journal_full": QueueFull, "request_poisoned": Poisoned}
+
+
 def ended(code: str, message: str) -> ApiError:
     """A choice that ended with an error after it was accepted."""
-    kind = BY_CODE.get(code.upper(), MeshError)
+    kind = _ENDED.get(code) or BY_CODE.get(code.upper(), MeshError)
     return _from_mesh(kind(message or "generation failed"))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gateway.errors import ApiError, ended, refused
+from gateway.errors import ApiError, ended, refused, unavailable
 from gateway.journal.events import Emit, Ended, Refused, Start
 from gateway.limits import Admission, Limits
 from gateway.mesh import Answer, Mailbox, Mesh
@@ -34,6 +34,7 @@ class Choice:
     finish: str | None = None
     matched: str | int | None = None  # the stop string or stop id that ended it
     matched_eos: bool = False
+    last_emit_s: float = 0.0  # 0: nothing yet
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -103,33 +104,36 @@ class Generation:
         metrics: GatewayMetrics,
         limits: Limits,
         received_s: float,
+        tenant: str = "",
         traceparent: str = "",
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`received_s` is the monotonic time at which the HTTP request came in."""
+        """`received_s` is the monotonic time at which the HTTP request came in; `tenant` as admission counts it."""
         self.jobs = jobs
         self._mesh = mesh
         self._admission = admission
         self._metrics = metrics
         self._limits = limits
         self._received_s = received_s
+        self._tenant = tenant
         self._traceparent = traceparent
         self._on_close = on_close
         self._by_id = {job.request_id: job for job in jobs}
-        self.mailbox = Mailbox()
-        self._last_emit_s: dict[int, float] = {}  # by choice index
+        self._open = sum(len(job.choices) for job in jobs)  # choices that have not ended
+        self.mailbox = Mailbox(KEEP_ALIVE_SECONDS)
         self.first_token_s: float | None = None
         self._started = False
         self._settled = False
         self._failed = False
 
     def __enter__(self) -> "Generation":
-        self._admission.open(len(self.jobs))
+        self._admission.open(len(self.jobs), self._tenant)
         self._started = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Cancel what is open: the client left, or an error ends the request."""
+        self.mailbox.close()
         for job in self.jobs:
             if job.open:
                 self._mesh.client_gone(job.request_id)
@@ -164,8 +168,14 @@ class Generation:
 
         Raises ApiError when a job is refused or a choice ends with an error.
         """
-        while any(job.open for job in self.jobs):
-            answers = await self.mailbox.take(KEEP_ALIVE_SECONDS)
+        while self._open:
+            answers = await self.mailbox.take()
+            if not answers:
+                self._check_patience()
+            if len(answers) == 1:
+                if (update := self._take(answers[0])) is not None:
+                    yield [update]
+                continue
             fresh: dict[int, Update] = {}
             try:
                 for answer in answers:
@@ -214,6 +224,12 @@ class Generation:
             "prompt_cache_miss_tokens": prompt - cached,
         }
 
+    def _check_patience(self) -> None:
+        """503 when a job has waited too long for its first token."""
+        if self.elapsed_s() > self._limits.first_token_seconds and any(job.waiting for job in self.jobs):
+            self._failed = True
+            raise unavailable("the request waited too long for its first token", retry_after_s=5)
+
     def _take(self, answer: Answer) -> Update | None:
         job = self._by_id[answer.request_id]
         if isinstance(answer, Refused):  # the mesh keeps nothing of this job
@@ -240,16 +256,14 @@ class Generation:
             keep = parser.kept_ids
             ids = ids[: keep - len(choice.ids)]
             logprobs = logprobs[: len(ids)]
-            choice.finish, choice.matched = "stop", parser.matched_stop
-            self._metrics.finished["stop"] += 1
+            choice.matched = parser.matched_stop
+            self._finish(job, choice, "stop")
             self._mesh.stop_choice(job.request_id, job.choices.index(choice), keep)
         elif ids and ids[-1] in job.terminals:  # only the last can be one: the mesh ends the choice there
             choice.matched, choice.matched_eos = ids[-1], ids[-1] in job.eos_ids
         self._time_tokens(choice, len(ids), bool(deltas))
         choice.ids += ids
         choice.logprobs += logprobs
-        if not job.open:
-            self._give_back(job)
         return Update(job, choice, deltas, ids, logprobs, ended=choice.finish is not None)
 
     def _ended(self, job: Job, choice: Choice, answer: Ended) -> Update:
@@ -258,11 +272,15 @@ class Generation:
             self._failed = True
             raise ended(answer.error_code, answer.error_message)
         deltas = choice.output.finish()
-        choice.finish = _FINISH[answer.reason]
-        self._metrics.finished[choice.finish] += 1
+        self._finish(job, choice, _FINISH[answer.reason])
+        return Update(job, choice, deltas, ended=True)
+
+    def _finish(self, job: Job, choice: Choice, reason: str) -> None:
+        choice.finish = reason
+        self._metrics.finished[reason] += 1
+        self._open -= 1
         if not job.open:
             self._give_back(job)
-        return Update(job, choice, deltas, ended=True)
 
     def _time_tokens(self, choice: Choice, count: int, text: bool) -> None:
         """Time to the first text once per request, then the gap per token of each choice."""
@@ -270,10 +288,9 @@ class Generation:
         if self.first_token_s is None and text:
             self.first_token_s = now - self._received_s
             self._metrics.first_token.observe(self.first_token_s)
-        last = self._last_emit_s.get(choice.index)
-        self._last_emit_s[choice.index] = now
-        if last is not None and count:
-            self._metrics.inter_token.observe((now - last) / count, count)
+        if choice.last_emit_s and count:
+            self._metrics.inter_token.observe((now - choice.last_emit_s) / count, count)
+        choice.last_emit_s = now
 
     def _leave_queue(self, job: Job) -> None:
         job.waiting = False
@@ -286,7 +303,7 @@ class Generation:
         job.closed = True
         if job.waiting:
             self._leave_queue(job)
-        self._admission.close()
+        self._admission.close(self._tenant)
 
     def _settle(self) -> None:
         """Book the request's totals; once."""

@@ -6,6 +6,7 @@ scheduler's; rates per key are not counted here.
 
 import asyncio
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from gateway.errors import ApiError, invalid, unavailable
@@ -39,7 +40,10 @@ class Limits:
     label: int = 512  # salt, user, request ids
     deadline_seconds: float = 3_600.0
     stream_stall_seconds: float = 30.0
-    stream_backlog_tokens: int = 256 * 1024  # tokens a client is behind before it is cut off
+    stream_backlog: int = 16_384  # steps a streaming client is behind before it is cut off
+    tenant_streams: int = 64  # open generations of one API key
+    first_token_seconds: float = 600.0
+    header_fields: int = 64
 
 
 # What is left of a JSON text without its strings and scalars: brackets. Possessive, so linear in the input.
@@ -48,6 +52,8 @@ _NOT_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[^\[\]{}"]++', re.DOTALL)
 
 def check_structure(body: bytes, limits: Limits) -> None:
     """Refuse JSON nested deeper or with more containers than allowed, before a parser recurses into it."""
+    if body.count(b"[") + body.count(b"{") <= limits.json_depth:
+        return  # too few to nest too deep, even if none of them stands in a string
     brackets = _NOT_STRUCTURE.sub(b"", body)
     if len(brackets) > 2 * limits.json_containers:
         raise invalid(None, f"the body holds more than {limits.json_containers} JSON objects and lists")
@@ -70,6 +76,7 @@ class Admission:
         self.body_bytes = 0
         self.streams = 0
         self.waiting = 0
+        self._of_tenant: Counter[str] = Counter()
         self.draining = False
         self.idle = asyncio.Event()  # set while nothing is open
         self.idle.set()
@@ -83,25 +90,37 @@ class Admission:
         self.body_bytes -= size
         assert self.body_bytes >= 0
 
-    def open(self, count: int) -> None:
-        """Take `count` generations in, all or none. Each ends with `close`; `first_token` says it waits no more."""
+    def open(self, count: int, tenant: str) -> None:
+        """Take `count` generations in, all or none. Each ends with `close`; `first_token` says it waits no more.
+
+        `tenant` is empty where callers are not told apart; else its own bound applies too.
+        """
         if self.draining:
             raise unavailable("this gateway is shutting down", retry_after_s=2)
         if self.streams + count > self._limits.streams:
             raise ApiError(
                 429, f"{self._limits.streams} generations are open", code="rate_limit_exceeded", retry_after_s=1
             )
+        if tenant and self._of_tenant[tenant] + count > self._limits.tenant_streams:
+            message = f"this key has {self._of_tenant[tenant]} of {self._limits.tenant_streams} generations open"
+            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
         if self.waiting + count > self._limits.queue:
             raise ApiError(429, f"{self._limits.queue} requests wait here", code="queue_full", retry_after_s=1)
         self.streams += count
         self.idle.clear()
         self.waiting += count
+        if tenant:
+            self._of_tenant[tenant] += count
 
     def first_token(self) -> None:
         self.waiting -= 1
         assert self.waiting >= 0
 
-    def close(self) -> None:
+    def close(self, tenant: str) -> None:
+        if tenant:
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
         self.streams -= 1
         assert self.streams >= 0
         if not self.streams:

@@ -37,33 +37,52 @@ class Mesh(Protocol):
 
 
 class Mailbox:
-    """Answers of all generations of one HTTP request, in arrival order; one reader."""
+    """Answers of all generations of one HTTP request, in arrival order; one reader. Made inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float) -> None:
+        """`idle_s`: how long `take` waits for an answer before it returns none."""
         self._answers: list[Answer] = []
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self._waiting_since = 0.0
+        self._idle_s = idle_s
+        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def put(self, answer: Answer) -> None:
         self._answers.append(answer)
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            waiter.set_result(None)
 
-    async def take(self, timeout_s: float) -> list[Answer]:
-        """All answers there are, waiting for the first; empty when `timeout_s` passed without one."""
+    async def take(self) -> list[Answer]:
+        """All answers there are, waiting for the first; empty when none came for a while."""
         if not self._answers:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, self._wake)
+            waiter = self._waiter = self._loop.create_future()
+            self._waiting_since = self._loop.time()
+            if self._timer is None:
+                self._timer = self._loop.call_later(self._idle_s, self._look)
             try:
-                await self._waiter
+                await waiter
             finally:
                 self._waiter = None
-                timer.cancel()
         answers, self._answers = self._answers, []
         return answers
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def close(self) -> None:
+        """Nobody takes any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        """One timer for many waits: a wait that is shorter than the period costs nothing."""
+        left = self._waiting_since + self._idle_s - self._loop.time()
+        if self._waiter is None or left > 0:
+            self._timer = self._loop.call_later(max(left, self._idle_s / 4), self._look)
+            return
+        self._timer = None
+        waiter, self._waiter = self._waiter, None
+        waiter.set_result(None)

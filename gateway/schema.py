@@ -212,12 +212,18 @@ def _explained(text: str, body: bytes) -> ApiError:
     if match is None:
         return invalid(None, f"the body must be a JSON object: {text}")
     path = match["path"].lstrip(".").replace("[...]", "")
-    value: Any = json.loads(body)
+    message = f"{path}: {text[: match.start()]}"
+    try:
+        value = _value_at(path, json.loads(body))
+    except (ValueError, LookupError, TypeError):  # broken behind the complaint, or a key that stands there twice
+        return invalid(path.split("[")[0], message)
+    shown = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict | list):
+        shown = f"{type(value).__name__} {shown}"
+    return invalid(path.split("[")[0], f"{message}; the value is {shown[:80]}")
+
+
+def _value_at(path: str, value: Any) -> Any:
     for step in _STEP.finditer(path):
         value = value[int(step["index"])] if step["index"] is not None else value[step["key"]]
-    shown = (
-        json.dumps(value, ensure_ascii=False)
-        if not isinstance(value, dict | list)
-        else f"{type(value).__name__} {value}"
-    )
-    return invalid(path.split("[")[0], f"{path}: {text[: match.start()]}; the value is {shown[:80]}")
+    return value

@@ -44,7 +44,7 @@ class Gateway:
         self.admission = Admission(self.limits)
         self.metrics = GatewayMetrics(self._model.name, lambda: mesh.status)
         self.encoder = PromptEncoder(config.encode_threads)
-        self.guard = StallGuard(self.limits.stream_stall_seconds)
+        self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)
         self._handles: dict[str, list[RequestId]] = {}  # abort handles in flight
         self._open: set[RequestId] = set()
@@ -174,6 +174,7 @@ class Gateway:
             metrics=self.metrics,
             limits=self.limits,
             received_s=exchange.received_s,
+            tenant=exchange.tenant if self.config.api_key_file is not None else "",
             traceparent=exchange.traceparent,
             on_close=release,
         )

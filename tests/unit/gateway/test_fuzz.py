@@ -1,0 +1,66 @@
+"""Odd bodies of every route: 200 or a refusal that explains itself, never a 500, and the server goes on."""
+
+import json
+import random
+
+import msgspec
+import pytest
+
+from gateway import schema
+
+VALUES = [
+    None, True, False, 0, -1, 1, 2, 7, 4095, 4096, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308, "", "a", "x" * 600,
+    "é", "\x00", "\udc00".encode("utf-16", "surrogatepass").decode("utf-16", "replace"), [], [[]], [None], [0], [4096],
+    ["a"], ["a", 1], [[1], [2]], [[1], "a"], {}, {"a": 1}, {"1": 1}, {"type": "text"}, {"type": "enabled"}, [{}],
+    {"include_usage": True}, [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}]}],
+    [{"role": "assistant", "content": "a", "prefix": True}], "auto", "none", "high", {"thinking": True},
+]  # fmt: skip
+ROUTES = {
+    "/v1/chat/completions": (schema.ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
+    "/v1/completions": (schema.CompletionRequest, {"prompt": "Hi", "max_tokens": 5}),
+    "/generate": (schema.GenerateRequest, {"text": "Hi", "sampling_params": {"max_new_tokens": 5}}),
+    "/tokenize": (schema.TokenizeRequest, {"prompt": "Hi"}),
+    "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
+    "/abort_request": (schema.AbortRequest, {}),
+}
+STATUSES = {200, 400, 404, 501}
+
+
+def names_of(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.encode_name for field in msgspec.structs.fields(kind)]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_no_body_is_a_500(served, path):
+    kind, base = ROUTES[path]
+    random_ = random.Random(path)
+    names = names_of(kind)
+    for round_ in range(250):
+        body = dict(base)
+        for _ in range(random_.choice([1, 1, 2, 3])):
+            body[random_.choice(names)] = random_.choice(VALUES)
+        if path == "/generate" and round_ % 2:
+            inner = random_.choice(names_of(schema.NativeSampling))
+            body["sampling_params"] = {"max_new_tokens": 5, inner: random_.choice(VALUES)}
+        async with served.session.post(served.url + path, json=body) as response:
+            text = await response.text()
+        assert response.status in STATUSES, (body, text)
+        if response.status != 200:
+            error = json.loads(text)["error"]
+            assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    assert (await served.post("/v1/completions", {"prompt": "Hi"}))[0] == 200
+
+
+async def test_raw_bytes(served):
+    random_ = random.Random(7)
+    seed = json.dumps(ROUTES["/v1/chat/completions"][1]).encode()
+    headers = {"Content-Type": "application/json"}
+    for _ in range(400):
+        body = bytearray(seed)
+        for _ in range(random_.randrange(1, 5)):
+            body[random_.randrange(len(body))] = random_.randrange(256)
+        async with served.session.post(
+            served.url + "/v1/chat/completions", data=bytes(body), headers=headers
+        ) as response:
+            assert response.status in STATUSES, (bytes(body), await response.text())
