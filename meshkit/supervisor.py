@@ -26,7 +26,6 @@ PR_SET_PDEATHSIG = 1
 BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # before the n-th restart in a row
 STEADY_S = 30.0  # a child that lived this long starts a new row
 GIVE_UP_AFTER = 6  # deaths in a row without a ready moment in between
-PROBE_EVERY_S = 0.1
 KEPT_LINES = 12  # last words of each child, shown when it fails for good
 LONGEST_LINE = 16_384  # bytes; longer lines arrive in pieces
 
@@ -40,6 +39,7 @@ class ServiceSpec:
     name: str
     argv: tuple[str, ...]
     probe: Probe | None = None
+    probe_every_s: float = 0.1
     drain_s: float = 1.5  # between SIGTERM and SIGKILL
 
 
@@ -187,7 +187,7 @@ class Supervisor:
             self._mark_ready(child)
             return
         while not await child.spec.probe():  # noqa: ASYNC110 - another process's state: there is only asking
-            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.sleep(child.spec.probe_every_s)
         self._mark_ready(child)
 
     def _mark_ready(self, child: Child) -> None:

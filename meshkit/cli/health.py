@@ -9,7 +9,7 @@ import time
 
 import click
 
-from meshkit.cli.http_client import Endpoint, get_status
+from meshkit.cli.http_client import Endpoint, get_answer
 from meshkit.cli.screen import Screen, shared_options
 
 TARGETS = {
@@ -45,8 +45,8 @@ def ask(service: str, target: str, *, live: bool = False) -> tuple[bool, str]:
     """One question: is it ready, and in which words."""
     if service in ("gateway", "mesh"):
         path = "/health" if service == "gateway" else "/ready"
-        status = asyncio.run(get_status(Endpoint.parse(target), path, timeout_s=3.0))
-        return status == 200, "ready" if status == 200 else f"{path} answered {status}" if status else "no answer"
+        status, why = asyncio.run(get_answer(Endpoint.parse(target), path, timeout_s=3.0))
+        return status == 200, "ready" if status == 200 else f"{path} answered {status}: {why}" if status else why
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -128,13 +128,13 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     return int(line.split()[1]), headers
 
 
-async def get_status(endpoint: Endpoint, path: str, timeout_s: float = 1.0) -> int:
-    """The status of a GET, 0 when nobody answers."""
+async def get_answer(endpoint: Endpoint, path: str, timeout_s: float = 1.0) -> tuple[int, str]:
+    """Status and error text of a GET; (0, "no answer") when nobody is there."""
     try:
         async with request(endpoint, "GET", path, timeout_s=timeout_s) as response:
-            return response.status
-    except (OSError, TimeoutError, ValueError, IndexError):
-        return 0
+            return response.status, "" if response.status == 200 else error_text(await response.text())
+    except (OSError, TimeoutError, EOFError, ValueError, IndexError):
+        return 0, "no answer"
 
 
 async def get_json(endpoint: Endpoint, path: str, *, api_key: str = "", timeout_s: float = 5.0) -> Any:

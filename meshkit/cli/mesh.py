@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshkit.cli.http_client import Endpoint, get_status
+from meshkit.cli.http_client import Endpoint, get_answer
 from meshkit.cli.model_folder import check_model_folder
 from meshkit.cli.preflight import check_memory, check_port, check_run_folder, free_port, make_run_folder
 from meshkit.cli.progress import Progress, open_progress
@@ -104,7 +104,7 @@ async def _run(
     work: Callable[[MeshPlan], int] | None,
 ) -> int:
     started = time.monotonic()
-    supervisor = Supervisor(_specs(plan, run_dir), on_event=progress.event, on_line=progress.line)
+    supervisor = Supervisor(_specs(plan, run_dir, progress), on_event=progress.event, on_line=progress.line)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
@@ -139,7 +139,7 @@ async def _tick(progress: Progress) -> None:
         progress.tick()
 
 
-def _specs(plan: MeshPlan, run_dir: Path) -> list[ServiceSpec]:
+def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpec]:
     here = Endpoint.parse(plan.url)
     socket = run_dir / "scheduler.sock"
 
@@ -152,13 +152,23 @@ def _specs(plan: MeshPlan, run_dir: Path) -> list[ServiceSpec]:
         return True
 
     async def gateway_serves() -> bool:
-        return await get_status(here, "/health") == 200
+        return (await get_answer(here, "/health"))[0] == 200
 
     async def worker_serves() -> bool:
-        return await get_status(here, "/ready") == 200
+        status, why = await get_answer(here, "/ready")
+        progress.why["worker"] = why
+        return status == 200
 
     probes = {"scheduler": scheduler_listens, "worker": worker_serves, "gateway": gateway_serves}
     return [
-        ServiceSpec(name=name, argv=(*SELF, *line), probe=probes[name], drain_s=DRAIN_S[name])
+        ServiceSpec(
+            name=name,
+            argv=(*SELF, *line),
+            probe=probes[name],
+            probe_every_s=0.3
+            if name == "worker"
+            else 0.1,  # a worker takes seconds, and the gateway logs each question
+            drain_s=DRAIN_S[name],
+        )
         for name, line in plan.command_lines(run_dir).items()
     ]

@@ -32,6 +32,7 @@ class Progress:
         self.color = {s: COLORS[i % len(COLORS)] for i, s in enumerate(services)}
         self.state = dict.fromkeys(services, "starting")
         self.died_at: dict[str, float] = {}
+        self.why: dict[str, str] = {}  # what a service's probe was told last
         self.words: dict[str, tuple[str, ...]] = {}
         self.t0 = time.monotonic()
         self._said_at = self.t0
@@ -72,7 +73,9 @@ class Progress:
         """Called often; says what is awaited when nothing was said for a while."""
         if self._starting and time.monotonic() - self._said_at >= WAITING_EVERY_S:
             waiting = [s for s, state in self.state.items() if not state.startswith("ready")]
-            self.write(f"waiting for {', '.join(waiting)}  {time.monotonic() - self.t0:.0f} s")
+            why = "; ".join(dict.fromkeys(self.why[s] for s in waiting if self.why.get(s)))
+            seconds = f"{time.monotonic() - self.t0:.0f} s"
+            self.write(f"waiting for {', '.join(waiting)}  {seconds}{f' ({why})' if why else ''}")
 
     def finish_start(self) -> None:
         """Everything is ready for the first time."""

@@ -19,7 +19,8 @@ import pytest
 from meshkit.exit_codes import Exit
 
 ROOT = Path(__file__).parents[2]
-READY_LIMIT_S = 60.0  # a busy CI machine; `python -m benchmarks startup` holds the promise of 15 s
+READY_LIMIT_S = 100.0  # a busy CI machine; `python -m benchmarks startup` holds the promise of 15 s
+pytestmark = pytest.mark.timeout(240)
 NAMES = ("scheduler", "worker", "gateway")
 
 
@@ -154,7 +155,7 @@ def test_ctrl_c_ends_everything_within_five_seconds(mesh: Up):
 def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
     up = Up("up", "--port", "0", "--quantization", "fp8")
     try:
-        assert up.process.wait(60) == Exit.CONFIG, up.output
+        assert up.process.wait(100) == Exit.CONFIG, up.output
         up.reader.join()
         assert re.search(r"^worker +exited with 3; given up: a restart would not help$", up.output, re.MULTILINE)
         assert "the checkpoint has FP4 experts" in up.output
@@ -166,7 +167,7 @@ def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
 def test_demo_answers_and_says_how_to_go_on():
     up = Up("demo", "--max-tokens", "12")
     try:
-        assert up.process.wait(60) == 0, up.output
+        assert up.process.wait(100) == 0, up.output
         up.reader.join()
         assert re.search(r"TTFT \d+ ms · \d+ tok/s · \d+ prompt tokens · 12 new", up.output)
         assert "v4mesh up" in up.output

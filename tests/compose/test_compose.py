@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from meshkit.models import DEFAULT_MODEL
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = Path(sys.executable).parent / "docker-compose"
-START_LIMIT_S = 60.0
+START_LIMIT_S = 100.0  # a busy machine; `python -m benchmarks startup` holds the promise
 
 
 def compose(*args: str, **variables: str) -> str:
@@ -106,12 +106,13 @@ class Local:
         assert kind == "CMD"
         return subprocess.run(self.line(command), env=self.env, capture_output=True, check=False).returncode == 0
 
-    def wait_healthy(self) -> None:
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Asks in this process: a health check costs an interpreter, and a loading worker needs the cores."""
         deadline = time.monotonic() + START_LIMIT_S
-        while not self.healthy():
+        while not condition():
             assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
-            assert time.monotonic() < deadline, "not healthy in time"
-            time.sleep(0.3)
+            assert time.monotonic() < deadline, "not up in time"
+            time.sleep(0.1)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -137,7 +138,8 @@ def mesh(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> It
             assert set(services[name].get("depends_on") or {}) <= running.keys()
             running[name] = Local(services[name], run, port)
             if name == "scheduler":
-                running[name].wait_healthy()
+                running[name].wait((run / "scheduler.sock").exists)
+                assert running[name].healthy()
         yield running, port
     finally:
         for local in reversed(running.values()):
@@ -145,10 +147,19 @@ def mesh(config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> It
                 local.stop()
 
 
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(240)
 def test_the_compose_file_serves_a_chat_as_processes(mesh: tuple[dict[str, Local], int]):
     running, port = mesh
-    for local in running.values():
-        local.wait_healthy()
+    running["worker-cpu"].wait(lambda: answers(f"http://127.0.0.1:{port}/ready"))
+    assert {name: local.healthy() for name, local in running.items()} == dict.fromkeys(running, True)
     body = {"model": "v4-nano-trial", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 8}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as reply:
         body["model"] = json.load(reply)["data"][0]["id"]
