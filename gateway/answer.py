@@ -5,6 +5,7 @@ for all of them and live here.
 """
 
 import logging
+from functools import partial
 from typing import Protocol
 
 from aiohttp import web
@@ -12,6 +13,8 @@ from aiohttp import web
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generation import Generation, Update
+from gateway.journal.events import Emit
+from gateway.mesh import Answer
 from gateway.service import Gateway
 from gateway.sse import DONE, KEEP_ALIVE, EventStream, event
 
@@ -44,6 +47,7 @@ async def send_events(
                     await stream.write(data)
             elif data := renderer.opening() + data:
                 await stream.start(data)
+                generation.mailbox.direct = partial(_send_now, generation, renderer, stream)
         data = renderer.closing() + DONE
         if stream.started:
             await stream.write(data)
@@ -66,3 +70,15 @@ async def send_events(
         stream.close()
     await stream.end()
     return stream.response
+
+
+def _send_now(generation: Generation, renderer: Renderer, stream: EventStream, answer: Answer) -> bool:
+    """The short way of a token, from the mesh to the socket in one go. Ends and slow clients take the long one."""
+    if not isinstance(answer, Emit) or not stream.keeps_up:
+        return False
+    update = generation.take_in(answer)
+    if update is not None and (data := renderer.render([update])):
+        stream.write_now(data)
+    if generation.done:  # a stop string ended the last choice
+        generation.mailbox.wake()
+    return True

@@ -72,7 +72,7 @@ class _Entry:
         """Dispatch one request; whatever happens, it is counted and logged once."""
         metrics = self._gateway.metrics
         exchange = Exchange(request, _label(request), traceparent=self._traceparent(request))
-        exchange.headers["x-request-id"] = exchange.label
+        exchange.headers |= {"x-request-id": exchange.label, "Server": "v4mesh"}
         metrics.http_active += 1
         status = CLIENT_GONE
         match: routes.Match | None = None

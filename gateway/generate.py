@@ -207,6 +207,7 @@ class NativeAnswer:
         self._cumulative = cumulative
         self._names = {id(job): name for job, name in zip(generation.jobs, names, strict=True)}
         self._several = batched or sum(len(job.choices) for job in generation.jobs) > 1
+        self._unsent_ids: dict[int, list[int]] = {c.index: [] for job in generation.jobs for c in job.choices}
         self._parts: dict[int, list[str]] = {c.index: [] for job in generation.jobs for c in job.choices}
 
     def opening(self) -> bytes:
@@ -220,12 +221,15 @@ class NativeAnswer:
         for update in updates:
             new = "".join(delta.text for delta in update.deltas)
             self._parts[update.choice.index].append(new)
+            if not self._cumulative:
+                self._unsent_ids[update.choice.index] += update.ids
             if not (new or update.ended):
                 continue
             if self._cumulative:
                 item = self._item(update.job, update.choice, self._text(update.choice), update.choice.ids)
             else:
-                item = self._item(update.job, update.choice, new, update.ids)
+                ids, self._unsent_ids[update.choice.index] = self._unsent_ids[update.choice.index], []
+                item = self._item(update.job, update.choice, new, ids)
             if self._several:
                 item["index"] = update.choice.index
             events.append(event(item))

@@ -5,6 +5,7 @@ answers into `Update`s, notices stop ids and stop strings, keeps counts and timi
 client leaves. It knows neither JSON nor HTTP.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,16 +171,18 @@ class Generation:
         """
         while self._open:
             answers = await self.mailbox.take()
-            if not answers:
+            if answers is None:
                 self._check_patience()
+                yield []
+                continue
             if len(answers) == 1:
-                if (update := self._take(answers[0])) is not None:
+                if (update := self.take_in(answers[0])) is not None:
                     yield [update]
                 continue
             fresh: dict[int, Update] = {}
             try:
                 for answer in answers:
-                    if (update := self._take(answer)) is None:
+                    if (update := self.take_in(answer)) is None:
                         continue
                     if (known := fresh.get(update.choice.index)) is None:
                         fresh[update.choice.index] = update
@@ -189,8 +192,13 @@ class Generation:
                 if fresh:
                     yield list(fresh.values())
                 raise
-            if fresh or not answers:
+            if fresh:
                 yield list(fresh.values())
+
+    @property
+    def done(self) -> bool:
+        """Every choice has ended."""
+        return not self._open
 
     @property
     def prompt_tokens(self) -> int:
@@ -230,7 +238,8 @@ class Generation:
             self._failed = True
             raise unavailable("the request waited too long for its first token", retry_after_s=5)
 
-    def _take(self, answer: Answer) -> Update | None:
+    def take_in(self, answer: Answer) -> Update | None:
+        """Book one answer; None if it says nothing new. `updates` does it for answers that nobody else took."""
         job = self._by_id[answer.request_id]
         if isinstance(answer, Refused):  # the mesh keeps nothing of this job
             for choice in job.choices:
@@ -258,7 +267,9 @@ class Generation:
             logprobs = logprobs[: len(ids)]
             choice.matched = parser.matched_stop
             self._finish(job, choice, "stop")
-            self._mesh.stop_choice(job.request_id, job.choices.index(choice), keep)
+            # Later, for the mesh may be in the middle of handing answers over.
+            number = job.choices.index(choice)
+            asyncio.get_running_loop().call_soon(self._mesh.stop_choice, job.request_id, number, keep)
         elif ids and ids[-1] in job.terminals:  # only the last can be one: the mesh ends the choice there
             choice.matched, choice.matched_eos = ids[-1], ids[-1] in job.eos_ids
         self._time_tokens(choice, len(ids), bool(deltas))

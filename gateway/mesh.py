@@ -40,49 +40,72 @@ class Mailbox:
     """Answers of all generations of one HTTP request, in arrival order; one reader. Made inside the event loop."""
 
     def __init__(self, idle_s: float) -> None:
-        """`idle_s`: how long `take` waits for an answer before it returns none."""
+        """`idle_s`: how long `take` waits for an answer before it says that none came."""
+        self.direct: Callable[[Answer], bool] | None = None
+        """Tried first while the reader has nothing to do: True if that was all the answer needed. Must not wait."""
         self._answers: list[Answer] = []
+        self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        self._waiting_since = 0.0
+        self._last_s = 0.0  # when the reader began to wait, or an answer was handled directly
         self._idle_s = idle_s
+        self._idle = False
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._answers)
 
     def put(self, answer: Answer) -> None:
+        """Hand an answer over. Never raises: what goes wrong with it is raised in the reader."""
+        if self.direct is not None and self._waiter is not None:
+            try:
+                if self.direct(answer):
+                    self._last_s = self._loop.time()
+                    return
+            except Exception as error:  # noqa: BLE001 - the mesh must not fail for one request; the reader does
+                self._failure = error
         self._answers.append(answer)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the reader look, also without a new answer."""
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
-            waiter.set_result(None)
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def take(self) -> list[Answer]:
-        """All answers there are, waiting for the first; empty when none came for a while."""
+    async def take(self) -> list[Answer] | None:
+        """All answers there are, waiting for the first or a `wake`; None when nothing came for a while."""
         if not self._answers:
             waiter = self._waiter = self._loop.create_future()
-            self._waiting_since = self._loop.time()
+            self._idle = False
+            self._last_s = self._loop.time()
             if self._timer is None:
                 self._timer = self._loop.call_later(self._idle_s, self._look)
             try:
                 await waiter
             finally:
                 self._waiter = None
+            if self._idle:
+                return None
+        if self._failure is not None:
+            raise self._failure
         answers, self._answers = self._answers, []
         return answers
 
     def close(self) -> None:
         """Nobody takes any more."""
+        self.direct = None
         if self._timer is not None:
             self._timer.cancel()
 
     def _look(self) -> None:
         """One timer for many waits: a wait that is shorter than the period costs nothing."""
-        left = self._waiting_since + self._idle_s - self._loop.time()
+        left = self._last_s + self._idle_s - self._loop.time()
         if self._waiter is None or left > 0:
             self._timer = self._loop.call_later(max(left, self._idle_s / 4), self._look)
             return
         self._timer = None
-        waiter, self._waiter = self._waiter, None
-        waiter.set_result(None)
+        self._idle = True
+        self.wake()

@@ -1,15 +1,20 @@
 """Routes for operators and probes: models, health, metrics, server information, abort."""
 
+import asyncio
 from typing import Any
 
 from aiohttp import web
 
-from gateway.errors import ApiError
+from gateway.completions import raw_parsers
+from gateway.errors import ApiError, unavailable
 from gateway.exchange import Exchange, error_response, json_response
-from gateway.schema import AbortRequest
+from gateway.schema import AbortRequest, SamplingFields
 from gateway.service import Gateway
+from gateway.validate import check_sampling
 from meshkit.build import build_id
 from meshkit.frames import SchedulerStatus
+
+HEALTH_SECONDS = 20.0
 
 
 async def list_models(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
@@ -37,6 +42,23 @@ async def ready(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     if trouble is not None:
         return error_response(exchange, trouble)
     return json_response(exchange, {"status": "ready"})
+
+
+async def health_generate(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """The whole way works: one token is generated, unless others are being generated anyway."""
+    gateway.check_ready()
+    if gateway.admission.streams == 0:
+        sampling = check_sampling(SamplingFields(max_tokens=1, temperature=0.0), gateway.model, gateway.limits)
+        job = gateway.job(exchange, sampling, [0], raw_parsers(gateway, sampling), param="input_ids")
+        with gateway.generation(exchange, [job]) as generation:
+            generation.start()
+            try:
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    async for _ in generation.updates():
+                        continue
+            except TimeoutError:
+                raise unavailable(f"no token came within {HEALTH_SECONDS:g} s", retry_after_s=5) from None
+    return json_response(exchange, {"status": "ok"})
 
 
 async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:

@@ -18,6 +18,7 @@ from gateway.generate import generate
 from gateway.operations import (
     abort_request,
     health,
+    health_generate,
     list_models,
     metrics,
     model_info,
@@ -53,6 +54,7 @@ ROUTES = (
     Route(("/v1/models", "/models"), ("GET",), list_models),
     Route(("/health",), ("GET",), health, open=True),
     Route(("/ping",), ("GET", "POST"), health, open=True),
+    Route(("/health_generate",), ("GET",), health_generate, open=True),
     Route(("/ready",), ("GET",), ready, open=True),
     Route(("/metrics",), ("GET",), metrics, open=True),
     Route(("/server_info", "/get_server_info"), ("GET",), server_info),

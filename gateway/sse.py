@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 import msgspec
-from aiohttp import ClientConnectionResetError, HttpVersion11, web
+from aiohttp import HttpVersion11, web
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -98,15 +98,23 @@ class EventStream:
         if chunked:
             self._transport = self._request.transport
 
+    @property
+    def keeps_up(self) -> bool:
+        """True while `write_now` may be used."""
+        transport = self._transport
+        return transport is not None and transport.get_write_buffer_size() <= BUFFER and not transport.is_closing()
+
+    def write_now(self, data: bytes) -> None:
+        """Write whole events without waiting; only while the client keeps up."""
+        assert self._transport is not None
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
     async def write(self, data: bytes) -> None:
         """Write whole events; waits only while the client is behind."""
-        transport = self._transport
-        if transport is None or transport.get_write_buffer_size() > BUFFER:
-            await self._write_waiting(data)
-        elif transport.is_closing():
-            raise ClientConnectionResetError("the client is gone")
+        if self.keeps_up:
+            self.write_now(data)
         else:
-            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            await self._write_waiting(data)
 
     async def end(self) -> None:
         """The end of the body."""

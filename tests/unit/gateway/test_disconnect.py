@@ -128,3 +128,41 @@ async def test_sixteen_streams_of_which_eight_vanish(served):
             if line.startswith("data: {")
         )
         assert text == "alpha beta gamma delta" and raw.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_both_http_versions_stream(served, version):
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    raw = (await reader.read()).decode()
+    writer.close()
+    assert raw.startswith("HTTP/1.") and ("chunked" in raw) == (version == "1.1")
+    assert raw.count("data: {") == 7 and "data: [DONE]" in raw
+
+
+async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch):
+    script = served.mesh.text("one two three four five")
+    served.mesh.say = lambda start, choice: script
+
+    def broken(self, updates):
+        if any(delta.text == " three" for update in updates for delta in update.deltas):
+            raise RuntimeError("secret detail")
+        return good(self, updates)
+
+    from gateway.chat_answer import ChatAnswer
+
+    good = ChatAnswer.render
+    monkeypatch.setattr(ChatAnswer, "render", broken)
+    events = await served.events(CHAT, {"messages": USER, "stream": True})
+    assert json.loads(events[-2])["error"] == {
+        "message": "internal error",
+        "type": "server_error",
+        "param": None,
+        "code": 500,
+    }
+    assert events[-1] == "[DONE]" and len(served.mesh.gone) == 1
+    monkeypatch.setattr(ChatAnswer, "render", good)
+    assert (await served.events(CHAT, {"messages": USER, "stream": True}))[-1] == "[DONE]"

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from gateway import operations
+
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -64,6 +66,16 @@ async def test_health_ready_and_their_difference(served):
     assert status == 503 and int(headers["Retry-After"]) >= 1 and "worker" in body["error"]["message"]
     # A mesh that has served before takes requests while it heals: the journal keeps them.
     assert (await served.post("/v1/chat/completions", {"messages": USER}))[0] == 200
+
+
+async def test_health_generate_runs_one_token(served, monkeypatch):
+    assert (await served.get("/health_generate"))[0] == 200
+    start = served.mesh.starts[0]
+    assert (start.prompt.tolist(), start.params.max_tokens) == ([0], 1)
+    monkeypatch.setattr(operations, "HEALTH_SECONDS", 0.05)
+    served.mesh.say = lambda start, choice: served.mesh.text("x", hold=True)
+    status, body, _ = await served.get("/health_generate")
+    assert status == 503 and "no token" in body["error"]["message"] and len(served.mesh.gone) == 1
 
 
 @pytest.mark.parametrize("state", ["no scheduler", "no model", "scheduler drains", "gateway drains"])
