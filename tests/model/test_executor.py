@@ -1,0 +1,236 @@
+"""The executor: orders of a step in their order, slots that are copied, tails, verify rows, sampling state."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshkit.types import SamplingParams
+from tests.model.conftest import NANO
+from worker_svc.checkpoint.quant_choice import Numerics
+from worker_svc.core.work import CopyWork, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.executor import CpuExecutor
+from worker_svc.solo import Sequence, generate, pages_for, steps
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, top_logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_folder):
+    return CpuExecutor.load(tiny_folder, deterministic=True, slots=4, pages=12, tails=3)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(request):
+    """Whatever a test before left in the pools must not be read."""
+    if "executor" in request.fixturenames:
+        request.getfixturevalue("executor").pools.poison()
+
+
+def prompt(count, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 512, (count,), generator=draw).tolist()
+
+
+def init(slot, params=GREEDY, **more):
+    return SlotInit(slot=slot, params=params, seed=7, choice=0, n_emitted=0, **more)
+
+
+def finish(executor, sequence):
+    for _ in steps(executor, sequence):
+        continue
+    return sequence.drawn
+
+
+def test_the_model_tells_what_it_is(executor, tiny_folder):
+    info = executor.info
+    assert (info.name, info.vocab_size, info.max_context, info.eos_ids) == (tiny_folder.name, 512, 2048, (1,)), (
+        "the config's limit"
+    )
+    other = CpuExecutor.load(tiny_folder, name="x", numerics=Numerics(kv="bf16"), slots=1, pages=4, tails=0)
+    assert (other.info.name, other.info.max_context) == ("x", 4 * 256)
+    assert other.info.revision == info.revision
+    assert other.info.kv_layout_id != info.kv_layout_id
+
+
+def test_progress_names_both_stages(tiny_folder):
+    seen = []
+    CpuExecutor.load(tiny_folder, slots=1, pages=1, tails=0, progress=lambda *call: seen.append(call))
+    assert {stage for stage, _, _ in seen} == {"read", "build"}
+    assert all(0 < done <= total for _, done, total in seen)
+    assert ("build", 7, 7) in seen
+
+
+def test_a_sampled_token_is_the_best_of_the_logits(executor):
+    ids = prompt(30)
+    drawn = generate(executor, ids, GREEDY, seed=0)
+    assert len(drawn.drawn) == 8
+    first = drawn.logprobs[0]
+    assert first.ids[0] == drawn.drawn[0] == first.ids[1], "the best alternative is the greedy token itself"
+    assert first.values[0] == first.values[1] > first.values[2]
+    assert math.exp(first.values[0]) < 1.0
+
+
+def test_a_chunk_without_sample_answers_with_nothing(executor):
+    ids = prompt(20)
+    rows = (
+        RowWork(slot=1, start=0, ids=tuple(ids[:12]), pages=[0], sample_last=0),
+        RowWork(slot=0, start=0, ids=tuple(ids), pages=[1]),
+    )
+    outcome = executor.run(StepWork(inits=(init(0), init(1)), rows=rows))
+    assert outcome.rows[0].tokens == () and len(outcome.rows[1].tokens) == 1
+    assert outcome.t_end_ns > outcome.t_start_ns > 0
+    rest = executor.run(StepWork(rows=(RowWork(slot=1, start=12, ids=tuple(ids[12:]), pages=[0]),)))
+    assert rest.rows[0] == outcome.rows[1]
+
+
+@pytest.mark.parametrize("length", [20, 256, 300])
+def test_n_choices_share_one_prefill(executor, length):
+    """All but the last prompt token in one slot, slot_copy with the partial page, then a chunk of one each."""
+    ids = prompt(length)
+    wanted = finish(executor, Sequence(slot=0, pages=pages_for(320), ids=list(ids), params=GREEDY, seed=7))
+    executor.pools.poison()
+    full = (length - 1) // 256
+    own = [[10, 9], [7, 6]]
+    source = [5, 4][: full + 1]
+    executor.run(
+        StepWork(
+            inits=(init(0),),
+            rows=(RowWork(slot=0, start=0, ids=tuple(ids[:-1]), pages=source, sample_last=0),),
+        )
+    )
+    open_page = source[full] if (length - 1) % 256 else -1
+    copies = tuple(CopyWork(0, slot, open_page, own[slot - 1][0] if open_page >= 0 else -1) for slot in (1, 2))
+    executor.run(StepWork(inits=(init(1), init(2)), copies=copies))
+    for slot in (1, 2):
+        choice = Sequence(slot=slot, pages=source[:full] + own[slot - 1], ids=list(ids), params=GREEDY, seed=7)
+        choice.computed = length - 1
+        assert finish(executor, choice) == wanted
+
+
+def test_a_tail_is_saved_in_the_step_and_loaded_in_another(executor):
+    ids = prompt(290)
+    whole = Sequence(slot=0, pages=pages_for(310), ids=list(ids), params=GREEDY, seed=7)
+    row = whole.row(290)
+    outcome = executor.run(StepWork(inits=(whole.init(),), rows=(row,), saves=(TailWork(0, 256, 2),)))
+    whole.book(row, outcome.rows[0])
+    wanted = finish(executor, whole)
+    resumed = Sequence(slot=3, pages=[0, 8], ids=list(ids), params=GREEDY, seed=7, computed=256)
+    row = resumed.row(290)
+    outcome = executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(3, 256, 2),), rows=(row,)))
+    resumed.book(row, outcome.rows[0])
+    assert finish(executor, resumed) == wanted
+
+
+def test_refresh_keeps_the_last_boundary_that_decode_crossed(executor):
+    ids = prompt(253)
+    longer = replace(GREEDY, max_tokens=20)
+    first = Sequence(slot=0, pages=pages_for(290), ids=list(ids), params=longer, seed=7)
+    running = steps(executor, first)
+    while first.computed < 256:
+        next(running)
+    executor.refresh((TailWork(0, 256, 1),))
+    for _ in running:
+        continue
+    resumed = Sequence(slot=2, pages=[0, 9], ids=first.ids[:257], params=longer, seed=7, computed=256)
+    resumed.drawn = first.drawn[: 257 - len(ids)]
+    executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(2, 256, 1),)))
+    assert finish(executor, resumed) == first.drawn
+
+
+def test_refresh_may_come_late_and_after_rejected_drafts(executor):
+    """The boundary's states are captured when it is crossed, not read from a ring that has moved on."""
+    ids = prompt(270)
+    pages = pages_for(300)
+    wrong = [(token + 5) % 512 for token in ids[253:260]]
+    executor.run(StepWork(inits=(init(0),)))
+    for start, fed in ((0, ids[:252]), (252, [ids[252], *wrong]), (253, ids[253:])):
+        executor.run(StepWork(rows=(RowWork(slot=0, start=start, ids=tuple(fed), pages=pages, sample_last=0),)))
+    executor.refresh((TailWork(0, 256, 0),))
+    resumed = Sequence(slot=1, pages=[0, 5], ids=list(ids), params=GREEDY, seed=7, computed=256)
+    executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(1, 256, 0),)))
+    got = finish(executor, resumed)
+    executor.pools.poison()
+    assert got == generate(executor, ids, GREEDY, seed=7).drawn
+
+
+def test_a_verify_row_keeps_what_was_sampled_anyway(executor):
+    ids = prompt(40)
+    answer = generate(executor, ids, GREEDY, seed=0)
+    tokens = answer.drawn
+    executor.pools.poison()
+    sequence = Sequence(slot=0, pages=[0], ids=list(ids), params=GREEDY, seed=0)
+    row = sequence.row(40)
+    sequence.book(row, executor.run(StepWork(inits=(sequence.init(),), rows=(row,))).rows[0])
+    row = sequence.verify_row((tokens[1], tokens[2], (tokens[3] + 1) % 512, tokens[4]))
+    outcome = executor.run(StepWork(rows=(row,))).rows[0]
+    assert outcome.tokens == tuple(tokens[1:4]), "two right drafts, and what the third should have been"
+    sequence.book(row, outcome)
+    assert sequence.computed == 43
+    assert finish(executor, sequence) == tokens
+    assert sequence.logprobs == answer.logprobs
+
+
+def test_verify_rows_count_penalties_like_single_steps(executor):
+    params = replace(GREEDY, frequency_penalty=3.0, bias=((9, 12.0), (11, 11.0)), max_tokens=6)
+    ids = prompt(25)
+    tokens = generate(executor, ids, params, seed=0).drawn
+    assert tokens.count(9) > 1 and tokens.count(11) > 1, "the penalty makes them take turns"
+    sequence = Sequence(slot=1, pages=[3], ids=list(ids), params=params, seed=0)
+    row = sequence.row(25)
+    sequence.book(row, executor.run(StepWork(inits=(sequence.init(),), rows=(row,))).rows[0])
+    row = sequence.verify_row(tuple(tokens[1:5]))
+    sequence.book(row, executor.run(StepWork(rows=(row,))).rows[0])
+    assert sequence.drawn == tokens
+
+
+def test_a_resumed_choice_draws_what_it_would_have_drawn(executor):
+    params = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, max_tokens=8)
+    ids = prompt(25)
+    whole = generate(executor, ids, params, seed=99)
+    again = Sequence(slot=2, pages=[4], ids=ids + whole.drawn[:3], params=params, seed=99, drawn=whole.drawn[:3])
+    assert finish(executor, again) == whole.drawn
+    assert generate(executor, ids, params, seed=98).drawn != whole.drawn
+
+
+def test_a_tail_inside_a_replay_is_refused(executor):
+    row = RowWork(
+        slot=0, start=200, ids=tuple(prompt(100)), pages=[0, 1], write_from=512, fresh_from=200, sample_last=0
+    )
+    with pytest.raises(ValueError, match="exact only from 512"):
+        executor.run(StepWork(inits=(init(0),), rows=(row,), saves=(TailWork(0, 256, 0),)))
+
+
+def test_logits_that_are_not_numbers_end_the_row_and_are_counted(executor):
+    before = executor.sampling_faults
+    row = RowWork(slot=0, start=100, ids=(5,), pages=[0])  # nothing was written below: the pools are poisoned
+    outcome = executor.run(StepWork(inits=(init(0),), rows=(row,)))
+    assert outcome.rows[0].tokens == executor.info.eos_ids
+    assert executor.sampling_faults == before + 1
+
+
+def test_small_steps_take_one_thread_and_large_ones_what_is_allowed(tiny_folder, monkeypatch):
+    fast = CpuExecutor.load(tiny_folder, slots=1, pages=4, tails=0, threads=2)
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    for count, wanted in ((1, []), (700, [2])):
+        row = RowWork(slot=0, start=0, ids=tuple(prompt(count)), pages=[0, 1, 2], sample_last=0)
+        fast.run(StepWork(rows=(row,)))
+        assert asked == wanted
+
+
+def test_deterministic_bits_do_not_depend_on_threads(executor):
+    ids = prompt(70)
+    wanted = generate(executor, ids, GREEDY, seed=0).logprobs
+    torch.set_num_threads(2)
+    assert generate(executor, ids, GREEDY, seed=0).logprobs == wanted
+    assert torch.get_num_threads() == 1
+
+
+def test_the_default_model_masks_what_is_no_token_and_tells_stories():
+    nano = CpuExecutor.load(NANO, slots=1, pages=2, tails=0)
+    assert nano.rules.masked_ids == () or max(nano.rules.masked_ids) < nano.info.vocab_size
+    assert nano.info.max_context == 512
+    drawn = generate(nano, [0, 3], SamplingParams(temperature=0.0, max_tokens=16), seed=0).drawn
+    assert len(set(drawn)) > 4
