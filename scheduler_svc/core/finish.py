@@ -187,10 +187,12 @@ def settle_preempted(st: State, worker: Worker, seq: Seq) -> None:
     """Its last frame is booked: keep full pages up to the latest tail, return the rest, queue."""
     rank = worker.ranks[seq.rank]
     worker.preempting.remove(seq)
-    tail, pos = (seq.spare, seq.spare_pos) if seq.spare_pos > 0 else (seq.base, seq.base_pos)
-    if pos > seq.length:
-        st.fault("tail_beyond_length")
-        tail, pos = -1, 0
+    if seq.spare_pos > seq.length:
+        st.fault("spare_beyond_length")
+        seq.spare_pos = 0
+    tail, pos = seq.spare, seq.spare_pos
+    if pos == 0 and seq.base_pos <= seq.length:  # beyond it if the chunk that saved the tail parked its last token
+        tail, pos = seq.base, seq.base_pos
     full = pos // PAGE_TOKENS if tail >= 0 else 0
     for page in reversed(seq.pages[full:]):
         worker.release_page(rank, page)

@@ -195,3 +195,18 @@ def test_a_tail_published_with_the_last_row_in_flight_is_told_to_the_worker():
     m.expect(*js)
     m.idle()
     assert any(fr.publish_tails and not len(fr.slots) for fr in w.log), "a frame of its own, nothing else to run"
+
+
+def test_a_prompt_tail_is_of_no_use_while_its_last_token_is_parked():
+    m = Mesh(depth=1)
+    w = m.worker(slots=3, pages=4, tails=4)
+    g = m.gate()
+    old = [m.submit(g, prompt=254, max_tokens=20, ignore_eos=True) for _ in range(2)]
+    young = m.submit(g, prompt=256, max_tokens=20, ignore_eos=True)
+    w.park = lambda row: row[1].init.request_id == young.request_id
+    m.steps(8)
+    assert m.core.status().preemptions == 1 and any(fr.tail_saves for fr in w.log)
+    w.park = lambda row: False
+    m.run()
+    m.expect(*old, young)
+    m.idle()

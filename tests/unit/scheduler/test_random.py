@@ -149,7 +149,7 @@ class Life:
         m.idle()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(5, 60))
 def test_random_life(seed, events):
     Life(seed).live(events)
