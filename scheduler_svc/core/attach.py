@@ -23,7 +23,7 @@ from meshkit.types import PROTO_REV, FinishReason
 from scheduler_svc.core import adopt, book, finish
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.request import Phase, Request, Seq
-from scheduler_svc.core.state import MS, Conn, Gateway, Lost, Rank, State, Worker, check_result
+from scheduler_svc.core.state import MS, Conn, Gateway, Lost, Rank, State, Worker
 from scheduler_svc.core.submit import never_fits
 
 
@@ -198,7 +198,7 @@ def worker_result(st: State, conn: Conn, worker: Worker, result: ResultFrame) ->
             req.suspects = [s for s in req.suspects if s[0] != worker.name]
             _killed(st, req)
         return
-    wrong = check_result(record, result)
+    wrong = book.check_result(record, result)
     if wrong:
         st.fault("bad_result")
         refuse(st, conn, wrong)

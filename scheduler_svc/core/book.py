@@ -9,13 +9,13 @@ import numpy as np
 from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
+from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Phase, Seq
 from scheduler_svc.core.state import MS, Record, Row, State, Worker, emit
 
 CHUNK_TOKENS = 16
 """A step with so many chunk tokens is timed by its tokens."""
 
-Entry = tuple[list[int], list[float]]
 _TAKES_IDS = (RowState.SAMPLED, RowState.FINISHED)
 
 
@@ -145,3 +145,20 @@ def rows_of_error(record: Record) -> list[Seq]:
         if row.seq.gen == row.gen and row.seq.phase in (Phase.PREFILL, Phase.DECODE, Phase.PREEMPTING):
             seqs.append(row.seq)
     return seqs
+
+
+def check_result(record: Record, result: ResultFrame) -> str:
+    """What is wrong with a worker's answer to this frame; empty when nothing is."""
+    if result.step != record.step:
+        return f"result of step {result.step}, expected {record.step}"
+    if len(result.states) != len(record.rows) or len(result.counts) != len(record.rows):
+        return f"result has {len(result.states)} rows, the frame had {len(record.rows)}"
+    if int(result.counts.sum()) != len(result.tokens):
+        return "counts do not add up to the tokens"
+    if len(result.spare_rows) != len(result.spare_positions):
+        return "spare columns differ in length"
+    if len(result.spare_rows) and not 0 <= int(result.spare_rows.min()) <= int(result.spare_rows.max()) < len(
+        record.rows
+    ):
+        return "spare names a row that is not there"
+    return ""

@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 
 from meshkit.frames import SlotFree
 from meshkit.types import PAGE_TOKENS, FinishReason
+from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Kept, Phase, Request, Seq
 from scheduler_svc.core.state import Closing, Rank, State, Worker, emit
 
@@ -135,7 +136,7 @@ def end(
     error: tuple[str, str] = ("", ""),
     base: int | None = None,
     ids: list[int] | None = None,
-    logprobs: list[tuple[list[int], list[float]]] | None = None,
+    logprobs: list[Entry] | None = None,
 ) -> None:
     """End a choice and tell its gateway, with the last ids if any. A detached choice waits for its resubmission."""
     unplace(st, seq)

@@ -21,10 +21,10 @@ from meshkit.frames import (
     TailLoad,
     TailSave,
 )
-from meshkit.pages import ROOT_KEY, namespace_key, next_page_key
 from meshkit.types import PAGE_TOKENS
 from scheduler_svc.core import finish
-from scheduler_svc.core.request import Phase, Seq, pages_for
+from scheduler_svc.core.request import Phase, Seq, pages_for, tokens_of
+from scheduler_svc.core.seal import seal
 from scheduler_svc.core.state import MS, Closing, Rank, Record, Row, State, Worker
 
 
@@ -72,7 +72,7 @@ def build(st: State, worker: Worker) -> StepFrame | None:
     _decode_rows(st, worker, draft)
     _chunk_rows(st, worker, draft)
     _admit(st, worker, draft)
-    _seal(st, worker, draft)
+    seal(st, worker, draft.publishes, draft.publish_tails)
     rows = [row for rank_rows in draft.rows for row in rank_rows]
     if not rows and not (
         draft.frees or draft.publishes or draft.publish_tails or worker.retire_pages or worker.retire_tails
@@ -171,15 +171,6 @@ def _row(draft: Draft, row: Row) -> None:
     if row.sample:
         seq.sampling += 1
         seq.phase = Phase.DECODE
-
-
-def tokens_of(seq: Seq, start: int, end: int) -> list[int]:
-    """Tokens start..end-1 of prompt + booked ids."""
-    n = len(seq.req.prompt)
-    ids: list[int] = seq.req.prompt[start : min(end, n)].tolist() if start < n else []
-    if end > n:
-        ids += seq.emitted[max(start - n, 0) : end - n]
-    return ids
 
 
 # ---- pages ----------------------------------------------------------------------------------------------------------
@@ -425,46 +416,3 @@ def _fork(worker: Worker, draft: Draft, leader: Seq) -> None:
         _append(draft, seq, shared + own)
         seq.planned_step = draft.step  # in this frame already: not to be preempted by it
     leader.followers = []
-
-
-# ---- publishing -----------------------------------------------------------------------------------------------------
-
-
-def _seal(st: State, worker: Worker, draft: Draft) -> None:
-    """Publish pages whose last token is booked, and the kept tail at the end of a published page."""
-    for seq in worker.sealing:
-        if seq.worker != worker.name or seq.phase not in (Phase.PREFILL, Phase.DECODE):
-            continue
-        while seq.chain_open and seq.sealed < seq.length // PAGE_TOKENS:
-            page = seq.pages[seq.sealed]
-            if page not in worker.published:
-                key = key_of(st, seq, seq.sealed)
-                if key in worker.by_key:
-                    seq.chain_open = False  # a twin is published: this one and what follows stays private
-                    break
-                worker.gen += 1
-                parent = seq.pages[seq.sealed - 1] if seq.sealed else -1
-                draft.publishes.append(PublishedPage(page, worker.gen, parent, key))
-                worker.published[page] = key
-                worker.by_key[key] = page
-            seq.sealed += 1
-        if seq.base >= 0 and seq.base not in worker.published_tails and 0 < seq.base_pos <= seq.sealed * PAGE_TOKENS:
-            page = seq.pages[seq.base_pos // PAGE_TOKENS - 1]
-            worker.published_tails[seq.base] = page
-            draft.publish_tails.append(PublishedTail(seq.base, page))
-    worker.sealing.clear()
-
-
-def key_of(st: State, seq: Seq, index: int) -> bytes:
-    """Key of a choice's page: the prompt's travel with the request, later ones are computed as they seal."""
-    prompt_keys = seq.req.page_keys
-    if index < len(prompt_keys):
-        return prompt_keys[index]
-    assert st.model is not None
-    namespace = namespace_key(seq.req.tenant, "", st.model.revision, st.model.kv_layout_id)
-    while len(prompt_keys) + len(seq.gen_keys) <= index:
-        at = len(prompt_keys) + len(seq.gen_keys)
-        parent = seq.gen_keys[-1] if seq.gen_keys else prompt_keys[-1] if prompt_keys else ROOT_KEY
-        ids = tokens_of(seq, at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS)
-        seq.gen_keys.append(next_page_key(parent, ids, namespace))
-    return seq.gen_keys[index - len(prompt_keys)]

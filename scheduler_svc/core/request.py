@@ -127,3 +127,12 @@ class Seq:
 def pages_for(tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-tokens // PAGE_TOKENS)
+
+
+def tokens_of(seq: Seq, start: int, end: int) -> list[int]:
+    """Tokens start..end-1 of prompt + booked ids."""
+    n = len(seq.req.prompt)
+    ids: list[int] = seq.req.prompt[start : min(end, n)].tolist() if start < n else []
+    if end > n:
+        ids += seq.emitted[max(start - n, 0) : end - n]
+    return ids

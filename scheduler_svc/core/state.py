@@ -9,70 +9,18 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from meshkit.core import Count, Send
-from meshkit.frames import (
-    Dump,
-    Envelope,
-    Frame,
-    LogprobColumns,
-    ResultFrame,
-    RowError,
-    SchedulerStatus,
-    SubmitReply,
-    TokenFrame,
-    WorkerHello,
-)
+from meshkit.frames import Dump, Envelope, Frame, SchedulerStatus, SubmitReply, WorkerHello
 from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.outbox import Entry, Outbox
 from scheduler_svc.core.queue import WaitQueue
 from scheduler_svc.core.request import Request, Seq
 
 MS = 1_000_000
 RowKey = tuple[int, int, int]
 """(attach_id of the gateway, row, row_gen)."""
-
-
-@dataclass(slots=True, eq=False)
-class Outbox:
-    """Rows of one gateway, collected while one event is handled and sent as one TokenFrame."""
-
-    rows: list[int] = field(default_factory=list)
-    row_gens: list[int] = field(default_factory=list)
-    bases: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    finishes: list[int] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)
-    errors: list[RowError] = field(default_factory=list)
-    lp_rows: list[int] = field(default_factory=list)
-    lp_widths: list[int] = field(default_factory=list)
-    lp_ids: list[int] = field(default_factory=list)
-    lp_values: list[float] = field(default_factory=list)
-
-    def frame(self, step: int) -> TokenFrame:
-        logprobs = LogprobColumns()
-        if self.lp_rows:
-            logprobs = LogprobColumns(
-                np.array(self.lp_rows, np.int32),
-                np.array(self.lp_widths, np.uint8),
-                np.array(self.lp_ids, np.int32),
-                np.array(self.lp_values, np.float32),
-            )
-        return TokenFrame(
-            step=step,
-            rows=np.array(self.rows, np.int32),
-            row_gens=np.array(self.row_gens, np.int32),
-            bases=np.array(self.bases, np.int32),
-            counts=np.array(self.counts, np.int32),
-            ids=np.array(self.ids, np.int32),
-            finishes=np.array(self.finishes, np.uint8),
-            cached=np.array(self.cached, np.int32),
-            logprobs=logprobs,
-            errors=tuple(self.errors),
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -331,42 +279,11 @@ def emit(
     ids: list[int],
     finish: FinishReason = FinishReason.NONE,
     error: tuple[str, str] = ("", ""),
-    logprobs: list[tuple[list[int], list[float]]] | None = None,
+    logprobs: list[Entry] | None = None,
 ) -> bool:
     """Put one row into its gateway's next frame; False when nobody listens."""
     out = st.outbox(seq.req.attach_id)
     if out is None:
         return False
-    index = len(out.rows)
-    out.rows.append(seq.row)
-    out.row_gens.append(seq.row_gen)
-    out.bases.append(base)
-    out.counts.append(len(ids))
-    out.ids.extend(ids)
-    out.finishes.append(finish)
-    out.cached.append(seq.cached)
-    if finish is FinishReason.ERROR:
-        out.errors.append(RowError(index, *error))
-    for lp_ids, lp_values in logprobs or ():
-        out.lp_rows.append(index)
-        out.lp_widths.append(len(lp_ids))
-        out.lp_ids.extend(lp_ids)
-        out.lp_values.extend(lp_values)
+    out.add(seq.row, seq.row_gen, base, ids, seq.cached, finish, error, logprobs)
     return True
-
-
-def check_result(record: Record, result: ResultFrame) -> str:
-    """What is wrong with a worker's answer to this frame; empty when nothing is."""
-    if result.step != record.step:
-        return f"result of step {result.step}, expected {record.step}"
-    if len(result.states) != len(record.rows) or len(result.counts) != len(record.rows):
-        return f"result has {len(result.states)} rows, the frame had {len(record.rows)}"
-    if int(result.counts.sum()) != len(result.tokens):
-        return "counts do not add up to the tokens"
-    if len(result.spare_rows) != len(result.spare_positions):
-        return "spare columns differ in length"
-    if len(result.spare_rows) and not 0 <= int(result.spare_rows.min()) <= int(result.spare_rows.max()) < len(
-        record.rows
-    ):
-        return "spare names a row that is not there"
-    return ""
