@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +31,7 @@ from meshkit.command import service_main
 from meshkit.config import Loaded
 from meshkit.errors import ModelDirError, PortError
 from meshkit.exit_codes import Exit
+from meshkit.models import resolve_model
 from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import run
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(loaded: Loaded[GatewayConfig]) -> int:
-    config = loaded.value
+    config = replace(loaded.value, model=resolve_model(loaded.value.model))
     setup_logging("gateway", fmt=config.log_format, level=config.log_level)
     return run(serve(config))
 

@@ -17,7 +17,9 @@ from meshkit.errors import ConfigError
 class GatewayConfig:
     """Serve HTTP for a mesh whose scheduler listens elsewhere."""
 
-    model: Path = field(metadata={"help": "folder with config.json and tokenizer.json; no weights are read"})
+    model: Path = field(
+        metadata={"help": "folder, hub id in a local cache, or name; config.json and tokenizer.json are read"}
+    )
     listen_http: str = option("127.0.0.1:8000", "host:port or unix:PATH; port 0 picks a free one")
     scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "where the scheduler listens")
     served_model_name: tuple[str, ...] = option(

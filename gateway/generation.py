@@ -322,6 +322,7 @@ class Generation:
             return
         self._settled = True
         metrics, elapsed = self._metrics, self.elapsed_s()
+        metrics.requests += 1
         metrics.prompt_tokens += self.prompt_tokens
         metrics.output_tokens += self.output_tokens
         metrics.cached_tokens += self.cached_tokens

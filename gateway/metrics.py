@@ -60,6 +60,7 @@ class GatewayMetrics(Collector):
         self.output_tokens = 0
         self.cached_tokens = 0
         self.finished: Counter[str] = Counter()
+        self.requests = 0
         self.aborted = 0
         self.http_requests: Counter[str] = Counter()
         self.http_responses: Counter[int] = Counter()
@@ -121,9 +122,7 @@ class GatewayMetrics(Collector):
         for reason, number in sorted(self.finished.items()):
             finished.add_metric([self._model, "0", reason], number)
         yield finished
-        yield self._sglang_counter(
-            "num_requests", "Requests taken in and ended", sum(self.finished.values()) + self.aborted
-        )
+        yield self._sglang_counter("num_requests", "Requests taken in and ended", self.requests)
         yield self._sglang_counter(
             "num_aborted_requests", "Requests whose client left or that were aborted", self.aborted
         )

@@ -1,9 +1,13 @@
 """The journal's shell over real gRPC against a scheduler played by hand: attach, submit, tokens, stop, cancel, loss."""
 
 import asyncio
+import signal
+import socket
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from random import Random
 
+import aiohttp
 import grpc
 import numpy as np
 import pytest
@@ -26,7 +30,8 @@ from meshkit.frames import (
     TokenFrame,
     Verdict,
 )
-from meshkit.testing import serving, until
+from meshkit.models import DEFAULT_MODEL
+from meshkit.testing import ServiceProcess, serving, until
 from meshkit.types import FinishReason, ModelInfo, RequestId, SamplingParams
 
 MODEL = ModelInfo(name="m", revision="r", vocab_size=100, max_context=64, eos_ids=(1,), kv_layout_id="k")
@@ -35,8 +40,8 @@ MODEL = ModelInfo(name="m", revision="r", vocab_size=100, max_context=64, eos_id
 class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
     """Answers Hello and Submit, keeps what it was told, sends tokens when the test says so."""
 
-    def __init__(self, attach_id=7, verdict=Verdict.ACCEPTED):
-        self.attach_id = attach_id
+    def __init__(self, attach_id=7, verdict=Verdict.ACCEPTED, model=MODEL):
+        self.attach_id, self.model = attach_id, model
         self.reply = SubmitReply(verdict, "no room" if verdict else "", 1500)
         self.submits, self.frames = [], []
         self.context = None
@@ -52,7 +57,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
             if isinstance(frame, GatewayHello):
                 self.context = context
                 await self.send(GatewayHelloAck(1, "test"))
-                await self.send(SchedulerStatus(ready=True, model=MODEL, running=3))
+                await self.send(SchedulerStatus(ready=True, model=self.model, running=3))
             elif isinstance(frame, Heartbeat):
                 await self.send(Heartbeat())
             else:
@@ -227,3 +232,63 @@ async def test_a_broken_frame_costs_the_stream_only(folder):
         message.tokens.rows = b"\x01\x02\x03"
         await before.write(message)
         await until(lambda: scheduler.context is not before and client.status.ready)
+
+
+@asynccontextmanager
+async def gateway_process(folder, address, *flags):
+    """A gateway process that serves the played scheduler; yields process and URL once it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}", folder / "gateway.log"
+    args = ("--listen-http", f"127.0.0.1:{port}", "--scheduler", address, "--model", str(DEFAULT_MODEL), *flags)
+    with ServiceProcess("gateway", *args, log=log) as process:
+        await until(lambda: "tokenizer loaded" in log.read_text(), 20)
+        async with aiohttp.ClientSession() as session:
+            for _ in range(200):
+                async with session.get(f"{url}/ready") as response:
+                    if response.status == 200:
+                        break
+                await asyncio.sleep(0.05)
+            yield process, url, session
+
+
+async def open_stream(scheduler, session, url):
+    """A stream that has got one token, and the choice to send it more."""
+    answering = asyncio.create_task(session.post(f"{url}/v1/completions", json={"prompt": "a", "stream": True}))
+    await until(lambda: bool(scheduler.submits))
+    choice = scheduler.submits[0].choices[0]
+    await scheduler.tokens(choice, 0, [70])
+    return await answering, choice
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_open_streams_finish_before_the_process_leaves(folder, number):
+    scheduler = Scheduler(model=replace(MODEL, vocab_size=4096))
+    async with played(folder, scheduler) as address, gateway_process(folder, address) as (process, url, session):
+        response, choice = await open_stream(scheduler, session, url)
+        process.process.send_signal(number)
+        await until(lambda: "draining" in process.log.read_text())
+        async with aiohttp.ClientSession() as other:
+            with pytest.raises(aiohttp.ClientConnectorError):
+                await other.get(f"{url}/health")
+        await scheduler.tokens(choice, 1, [71, 1], FinishReason.STOP)
+        raw = (await response.read()).decode()
+        assert '"finish_reason":"stop"' in raw and raw.endswith("data: [DONE]\n\n")
+        assert await asyncio.to_thread(process.process.wait, 10) == (130 if number == signal.SIGINT else 0)
+        assert isinstance(scheduler.frames[-1], Bye)
+
+
+async def test_streams_that_outlast_the_grace_end_with_abort(folder):
+    scheduler = Scheduler(model=replace(MODEL, vocab_size=4096))
+    flags = ("--drain-seconds", "0.2")
+    async with (
+        played(folder, scheduler) as address,
+        gateway_process(folder, address, *flags) as (process, url, session),
+    ):
+        response, _ = await open_stream(scheduler, session, url)
+        process.process.send_signal(signal.SIGTERM)
+        raw = (await response.read()).decode()
+        assert '"finish_reason":"abort"' in raw and raw.endswith("data: [DONE]\n\n")
+        assert await asyncio.to_thread(process.process.wait, 10) == 0
+        assert any(isinstance(frame, CancelRows) for frame in scheduler.frames)
