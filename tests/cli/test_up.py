@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from meshkit.cli.preflight import free_port
 from meshkit.exit_codes import Exit
+from meshkit.models import DEFAULT_MODEL
+from tests.cli.test_flags import IN_EFFECT, LAUNCH
 
 ROOT = Path(__file__).parents[2]
 READY_LIMIT_S = 100.0  # a busy CI machine; `python -m benchmarks startup` holds the promise of 15 s
@@ -160,6 +164,21 @@ def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
         assert re.search(r"^worker +exited with 3; given up: a restart would not help$", up.output, re.MULTILINE)
         assert "the checkpoint has FP4 experts" in up.output
         assert "fp4" in up.output
+    finally:
+        up.close()
+
+
+def test_the_guides_launch_command_starts_on_a_cpu_and_answers():
+    launch = LAUNCH.format(model=DEFAULT_MODEL).replace("--port 30000", f"--port {free_port('0.0.0.0')}")
+    up = Up(*shlex.split(launch))
+    try:
+        url = up.wait_for(r"^ready in [\d.]+ s · (http://\S+) ")[1]
+        assert chat(url)
+        waiting = [line for line in up.lines if line.startswith("recognised: ")]
+        assert len(waiting) == sum(word.startswith("--") for word in launch.split()) - len(IN_EFFECT)
+        assert "everybody who reaches port" in up.output
+        up.process.terminate()
+        assert up.process.wait(10) == 0, up.output
     finally:
         up.close()
 
