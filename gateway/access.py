@@ -1,4 +1,8 @@
-"""Who may call: bearer keys, compared in constant time."""
+"""Who may call: bearer keys, compared in constant time.
+
+A key stands for a tenant, which separates prefix caches and counts open generations. Reading the key file is
+`gateway.config`'s; rates are not limited here.
+"""
 
 import hashlib
 import hmac

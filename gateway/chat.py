@@ -1,4 +1,9 @@
-"""POST /v1/chat/completions: from the body to a generation. What the answer looks like is `chat_answer`'s."""
+"""POST /v1/chat/completions: from the body to a generation.
+
+Checks everything that needs no text first, then encodes the conversation, then starts. Prompts are
+`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Tools and constrained output are refused here
+until their parts of the mesh exist.
+"""
 
 import time
 import uuid

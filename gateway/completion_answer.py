@@ -1,4 +1,8 @@
-"""Text completions as JSON: the whole answer, or chunks whose texts add up to it byte for byte."""
+"""Text completions as JSON: the whole answer, or chunks whose texts add up to it byte for byte.
+
+The common chunk (text only) is cut from prebuilt bytes; chunks with log-probabilities, token ids or running usage are
+built as objects.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,8 @@
-"""POST /v1/completions: raw prompts, several at once, without chat encoding or parsing."""
+"""POST /v1/completions: raw prompts, several at once, without chat encoding or parsing.
+
+Also the raw prompts of /generate and /tokenize: their shapes, their encoding, their output parsers. The answer's JSON
+is `completion_answer`'s.
+"""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The [gateway] section: what one gateway process is told at start.
+"""The [gateway] section: what one gateway process is told at start, and the file of API keys.
 
 Options here are what operators choose; the fixed bounds of the protocol stand in `gateway.limits`.
 """

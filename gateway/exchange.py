@@ -1,4 +1,8 @@
-"""One HTTP request as handlers see it: its body, its labels, who asks, and the headers its answer will carry."""
+"""One HTTP request as handlers see it: its body, its labels, who asks, and the headers its answer will carry.
+
+Reads bodies within the limits and makes JSON and error responses. Routing, keys and the access log are the
+application's; what a body means is the handlers'.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,8 @@
-"""POST or PUT /generate: SGLang's native dialect. Raw text or ids in; text, ids and meta_info out."""
+"""POST or PUT /generate: SGLang's native dialect. Raw text or ids in; text, ids and meta_info out.
+
+Its names are mapped to the common sampling fields, so that ranges are checked once for all dialects; error messages
+use the client's names. Streams are cumulative unless the gateway is told otherwise.
+"""
 
 import uuid
 from collections.abc import Sequence

@@ -128,7 +128,11 @@ class Generation:
         self._failed = False
 
     def __enter__(self) -> "Generation":
-        self._admission.open(len(self.jobs), self._tenant)
+        try:
+            self._admission.open(len(self.jobs), self._tenant)
+        except ApiError:
+            self._on_close()
+            raise
         self._started = True
         return self
 
@@ -283,6 +287,8 @@ class Generation:
             self._failed = True
             raise ended(answer.error_code, answer.error_message)
         deltas = choice.output.finish()
+        if answer.reason != FinishReason.STOP:
+            choice.matched, choice.matched_eos = None, False
         self._finish(job, choice, _FINISH[answer.reason])
         return Update(job, choice, deltas, ended=True)
 

@@ -1,4 +1,8 @@
-"""Routes for operators and probes: models, health, metrics, server information, abort."""
+"""Routes for operators and probes: models, health, metrics, server information, abort.
+
+All of them are cheap and need no worker, but /health_generate, which runs one token. Nothing here shows prompts,
+outputs or keys.
+"""
 
 import asyncio
 from typing import Any

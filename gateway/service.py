@@ -1,4 +1,8 @@
-"""The gateway as one object: what all handlers share, and how a checked request becomes a running generation."""
+"""The gateway as one object: what all handlers share, and how a checked request becomes a running generation.
+
+Knows whether requests can be served, the model as the worker describes it, and the abort handles in flight. No routes,
+no JSON, no gRPC.
+"""
 
 import hashlib
 import os

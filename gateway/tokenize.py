@@ -1,4 +1,7 @@
-"""POST /tokenize and /detokenize: what the model would read, without running it."""
+"""POST /tokenize and /detokenize: what the model would read, without running it.
+
+The same checks and encoders as chat and completions, so that counts agree with their usage. Needs no worker.
+"""
 
 from aiohttp import web
 
