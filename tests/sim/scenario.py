@@ -1,4 +1,4 @@
-"""What a seed means: knobs, requests and faults, each drawn from its own generator so that shrinking one keeps the rest.
+"""What a seed means: knobs, requests and faults, each drawn from its own generator: shrinking one keeps the others.
 
 A scenario is plain data; `world.run` executes it. Times are virtual milliseconds.
 """
@@ -102,6 +102,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _knobs(rng: Random) -> Knobs:
+    step_ms = rng.choice((2, 10, 40, 150))
     return Knobs(
         gateways=rng.randint(1, 2),
         workers=rng.randint(1, 2),
@@ -109,12 +110,12 @@ def _knobs(rng: Random) -> Knobs:
         slots=rng.randint(1, 8),
         pages=rng.choice((3, 4, 4, 5, 6, 8, 12, 24, 64)),
         tails=rng.choice((1, 2, 4, 8, 8, 16, 16)),
-        chunk_tokens=rng.choice((16, 32, 100, 256, 300, 1024)),
-        step_ms=rng.choice((2, 10, 40, 150)),
+        chunk_tokens=rng.choice((16, 32, 100, 256, 300, 1024) if step_ms < 40 else (100, 256, 1024)),
+        step_ms=step_ms,
         delay_ms=rng.choice((0.2, 1.0, 8.0)),
         park=rng.choice((0.0, 0.0, 0.1, 0.3)),
         step_error=rng.choice((0.0, 0.0, 0.0, 0.01)),
-        late_ms=rng.choice((0, 0, 20, 1500)),
+        late_ms=rng.choice((0, 20, 1500, 1500)),
         queue_requests=rng.choice((1000, 1000, 3)),
         gateway_grace_ms=rng.choice((500, 3000)),
         rebind_grace_ms=rng.choice((200, 1000)),

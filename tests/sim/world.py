@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from meshpb.v1 import scheduler_pb2
 
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
 from gateway.journal.journal import Journal, JournalConfig
@@ -20,7 +21,6 @@ from meshkit.frames import Submit, SubmitReply
 from meshkit.pages import page_keys
 from meshkit.types import ModelInfo, RequestId
 from meshkit.wire import Link, decode_submit, decode_submit_reply, dumps, encode_submit, encode_submit_reply, loads
-from meshpb.v1 import scheduler_pb2
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
@@ -350,7 +350,7 @@ class World:
         if stream is None:
             return
         side = stream.ends.index(process)
-        late = self.rng_network.uniform(0, self.scenario.knobs.late_ms)
+        late = self.scenario.knobs.late_ms * self.rng_network.uniform(0.3, 1.0)
         self._tell_closed(stream, side, int(late * MS), "closed by us")
         if stream.opened:
             self._book(stream, side, lambda: self._tell_closed(stream, 1 - side, 0, "closed by peer"))
@@ -503,7 +503,7 @@ class World:
             return
         stream = streams[int(fault.a * len(streams))]
         if fault.kind == "stall":
-            until = self.now_ns + int((500 + 3500 * fault.b) * MS)
+            until = self.now_ns + int((1000 + 3000 * fault.b) * MS)
             stream.stalled_ns[int(fault.a * 16) % 2] = until
             return
         slow_end = 7000 * (fault.b - 0.5) * 2 if fault.b > 0.5 else 0.0

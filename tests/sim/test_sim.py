@@ -1,0 +1,85 @@
+"""The simulator in the test lane: a few hundred seeds hold, runs repeat exactly, every planted bug is found."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.mutants import MUTANTS, hunt, planted
+from tests.sim.runner import run_batch
+from tests.sim.scenario import draw
+from tests.sim.shrink import attempt, shrink
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 300
+MUTANT_SEEDS = 400
+RARE = {"row_generation_unchecked": 4000, "kept_pages_of_lost_worker": 4000}
+"""Bugs that need so many seeds that only the nightly lane looks for them."""
+
+DIGEST = """
+import hashlib
+from tests.sim.scenario import draw
+from tests.sim.shrink import attempt
+digest = hashlib.sha256()
+for seed in range(12):
+    trace = []
+    attempt(draw(seed), trace)
+    digest.update("\\n".join(trace).encode())
+print(digest.hexdigest())
+"""
+
+
+def test_invariants_hold():
+    tally = run_batch(0, SEEDS)
+    assert not tally.failures
+    assert tally.completed > SEEDS and tally.tokens > 20 * SEEDS
+    for name in (
+        "preemptions",
+        "slots_adopted",
+        "rebinds",
+        "workers_lost",
+        "gateways_lost",
+        "step_errors",
+        "stale_conn",
+    ):
+        assert tally.counts[name], f"{name} never happened: the seeds have lost their bite"
+
+
+def test_runs_repeat_under_another_hash_seed():
+    def digest(hash_seed):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}"}
+        command = [sys.executable, "-c", DIGEST]
+        return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+
+    first = digest("1")
+    assert len(first.strip()) == hashlib.sha256().digest_size * 2
+    assert first == digest("2")
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name not in RARE], ids=lambda mutant: mutant.name)
+def test_planted_bug_is_found(mutant):
+    assert hunt(mutant, first=0, limit=MUTANT_SEEDS) is not None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in RARE], ids=lambda mutant: mutant.name)
+def test_rare_planted_bug_is_found(mutant):
+    assert hunt(mutant, first=0, limit=RARE[mutant.name]) is not None
+
+
+def test_a_failure_is_shrunk_and_still_fails():
+    (mutant,) = [m for m in MUTANTS if m.name == "emitted_not_carried"]
+    found = hunt(mutant, first=0, limit=MUTANT_SEEDS)
+    assert found is not None
+    scenario = draw(found.seed)
+    with planted(mutant):
+        failure = attempt(scenario)[1]
+        assert failure is not None
+        small = shrink(scenario, failure.rule, runs=60)
+        assert attempt(small)[1] is not None
+    assert attempt(small)[1] is None
+    assert len(small.requests) == 1 and len(small.faults) <= 2
