@@ -150,6 +150,6 @@ class Life:
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32), st.integers(5, 60))
+@given(st.integers(0, 2**32), st.integers(5, 45))
 def test_random_life(seed, events):
     Life(seed).live(events)

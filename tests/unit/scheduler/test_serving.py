@@ -43,3 +43,50 @@ def test_many_requests_in_a_small_pool(depth):
     m.expect(*js)
     m.idle()
     assert {s.reason for j in js for s in j.streams} == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_the_load_and_rows_are_sorted_by_rank(ranks):
+    m = Mesh(depth=2)
+    w = m.worker(slots=2, pages=8, tails=2, ranks=ranks)
+    g = m.gate()
+    js = [m.submit(g, prompt=200 + 50 * i, n=1 + i % 2, max_tokens=40) for i in range(3 * ranks)]
+    m.run()
+    m.expect(*js)
+    m.idle()
+    widest = max(w.log, key=lambda fr: len(fr.slots))
+    assert (widest.rank_off[1:] > widest.rank_off[:-1]).all(), "every rank had rows"
+
+
+def test_groups_share_the_load():
+    m = Mesh()
+    a, b = m.worker(slots=2), m.worker(group="w1", slots=2)
+    g = m.gate()
+    js = [m.submit(g, prompt=50, max_tokens=30, ignore_eos=True) for _ in range(6)]
+    m.run()
+    m.expect(*js)
+    m.idle()
+    assert a.log and b.log
+
+
+def test_the_same_events_give_the_same_effects():
+    def life():
+        m = Mesh(seed=4, depth=2, chunk_tokens=100)
+        m.worker(slots=3, pages=8)
+        g = m.gate()
+        for i in range(6):
+            m.submit(g, prompt=90 * (i + 1), n=1 + i % 3, max_tokens=60)
+        m.run()
+        return [repr(e) for e in m.effects]
+
+    first = life()
+    assert len(first) > 100 and first == life()
+
+
+def test_first_frames_say_what_was_cached():
+    m = Mesh()
+    m.worker()
+    g = m.gate()
+    j = m.submit(g, prompt=300, n=2, max_tokens=4)
+    m.run()
+    assert [s.cached for s in j.streams] == [0, 0]
