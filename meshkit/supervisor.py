@@ -26,6 +26,8 @@ PR_SET_PDEATHSIG = 1
 BACKOFF_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # before the n-th restart in a row
 STEADY_S = 30.0  # a child that lived this long starts a new row
 GIVE_UP_AFTER = 6  # deaths in a row without a ready moment in between
+STOP_S = 4.5  # for all children together, when a stop was asked for
+LEAST_DRAIN_S = 0.3  # what slow children must leave for each one that stops after them
 KEPT_LINES = 12  # last words of each child, shown when it fails for good
 LONGEST_LINE = 16_384  # bytes; longer lines arrive in pieces
 
@@ -40,7 +42,7 @@ class ServiceSpec:
     argv: tuple[str, ...]
     probe: Probe | None = None
     probe_every_s: float = 0.1
-    drain_s: float = 1.5  # between SIGTERM and SIGKILL
+    drain_s: float = 1.5  # most seconds between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,21 +217,22 @@ class Supervisor:
         self.on_line(child.spec.name, text)
 
     async def _stop_children(self) -> None:
-        """SIGTERM in reverse start order, each with its own time to drain; SIGKILL to whoever is left."""
-        for child in reversed(self.children.values()):
-            process = child.process
-            if process is None or process.returncode is not None:
-                continue
+        """SIGTERM in reverse start order, each with time to drain; SIGKILL to whoever needs longer."""
+        living = [c for c in reversed(self.children.values()) if c.process and c.process.returncode is None]
+        end = time.monotonic() + STOP_S
+        for after, child in zip(reversed(range(len(living))), living, strict=True):
+            assert child.process is not None
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            waits = [asyncio.create_task(process.wait()), asyncio.create_task(self._kill_now.wait())]
-            await asyncio.wait(waits, timeout=child.spec.drain_s, return_when=asyncio.FIRST_COMPLETED)
+                child.process.terminate()
+            left_s = max(LEAST_DRAIN_S, end - time.monotonic() - after * LEAST_DRAIN_S)
+            waits = [asyncio.create_task(child.process.wait()), asyncio.create_task(self._kill_now.wait())]
+            await asyncio.wait(waits, timeout=min(child.spec.drain_s, left_s), return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
                 task.cancel()
-            self._kill_group(process)
-        for child in self.children.values():
-            if child.process is not None:
-                await child.process.wait()
+            self._kill_group(child.process)
+        for child in living:
+            assert child.process is not None
+            await child.process.wait()
 
     def _kill_leftovers(self) -> None:
         """Whatever made `run` end, no child is left behind."""

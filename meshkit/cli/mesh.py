@@ -25,7 +25,7 @@ from meshkit.supervisor import ServiceSpec, Supervisor
 
 DEFAULT_PORT = 8000
 SELF = (sys.executable, "-m", "meshkit.cli")
-DRAIN_S = {"gateway": 2.0, "worker": 1.2, "scheduler": 1.2}  # in sum below the 5 s a clean stop may take
+DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0}  # at most; the supervisor bounds their sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class Progress:
         self.state = dict.fromkeys(services, "starting")
         self.died_at: dict[str, float] = {}
         self.why: dict[str, str] = {}  # what a service's probe was told last
+        self.last_line: dict[str, str] = {}
         self.words: dict[str, tuple[str, ...]] = {}
         self.t0 = time.monotonic()
         self._said_at = self.t0
@@ -66,6 +67,7 @@ class Progress:
 
     def line(self, service: str, text: str) -> None:
         """One line a service wrote."""
+        self.last_line[service] = text
         if self.show_log:
             self.write(f"{self.screen.paint(f'{service:{self.width}}', self.color[service])} | {text}")
 
@@ -73,9 +75,11 @@ class Progress:
         """Called often; says what is awaited when nothing was said for a while."""
         if self._starting and time.monotonic() - self._said_at >= WAITING_EVERY_S:
             waiting = [s for s, state in self.state.items() if not state.startswith("ready")]
-            why = "; ".join(dict.fromkeys(self.why[s] for s in waiting if self.why.get(s)))
-            seconds = f"{time.monotonic() - self.t0:.0f} s"
-            self.write(f"waiting for {', '.join(waiting)}  {seconds}{f' ({why})' if why else ''}")
+            self.write(f"waiting for {', '.join(waiting)}  {time.monotonic() - self.t0:.0f} s")
+            for name in waiting:
+                for said in (self.why.get(name), None if self.show_log else self.last_line.get(name)):
+                    if said:
+                        self.write(f"  {name}: {said}")
 
     def finish_start(self) -> None:
         """Everything is ready for the first time."""
@@ -138,11 +142,16 @@ class LiveProgress(Progress):
     def _table(self) -> "Table":
         from rich.spinner import Spinner
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 3))
         for name, state in self.state.items():
             if not state.startswith("ready"):
-                table.add_row(name, Spinner("dots", f"{state}  {time.monotonic() - self.t0:.0f} s"))
+                said = self.last_line.get(name, "")
+                seconds = f"{state}  {time.monotonic() - self.t0:.0f} s"
+                table.add_row(
+                    name, Spinner("dots", seconds), Text(said, style="dim", no_wrap=True, overflow="ellipsis")
+                )
         return table
 
 
