@@ -1,0 +1,151 @@
+"""The cheapest way to a prompt, in one pool and among several; and where chains meet."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshkit.types import PAGE_TOKENS
+from scheduler_svc.core.keymap import key_columns
+from scheduler_svc.core.prefix import Match, PrefixIndex
+from scheduler_svc.core.reuse import Action, Prices, choose, decide
+from scheduler_svc.core.tails import NO_TAIL, Reason
+from scheduler_svc.core.trie import Bits
+from tests.unit.scheduler.prefix_oracle import key_of
+
+POOL = ("w", 0)
+PRICES = Prices(layers=3, token_ns=100.0, context_ns=0.01, resume_ns=500.0, load_ns=10_000.0, load_tail_ns=5_000.0)
+REPLAY = 128 + 127 * 2
+
+
+def match(base=0, tail=0, lower=0, lower_tail=0, pool=POOL):
+    number = 7 if tail else NO_TAIL
+    return Match(pool, 1, np.arange(base, dtype=np.int32), base, tail, number, max(base, lower), max(tail, lower_tail))
+
+
+def test_the_length_of_an_exact_replay():
+    assert Prices(layers=43, token_ns=1.0).replay_tokens == 5_462
+    assert Prices(layers=61, token_ns=1.0).replay_tokens == 7_748
+
+
+def test_nothing_where_nothing_is():
+    got = decide(match(), 1_000, PRICES)
+    assert (got.action, got.start, got.write_from, got.pages, got.tail) == (Action.NOTHING, 0, 0, 0, NO_TAIL)
+
+
+def test_resume_by_tail_and_share_what_lies_behind_it():
+    got = decide(match(base=5, tail=4), 6 * PAGE_TOKENS, PRICES)
+    assert (got.action, got.start, got.tail) == (Action.TAIL, 4 * PAGE_TOKENS, 7)
+    assert (got.write_from, got.pages) == (5 * PAGE_TOKENS, 5)
+    private = decide(match(base=5, tail=4), 6 * PAGE_TOKENS, PRICES, share=False)
+    assert (private.write_from, private.pages) == (4 * PAGE_TOKENS, 4)
+
+
+def test_replay_pays_from_one_receptive_field_behind_the_tail():
+    near = decide(match(base=4, tail=3), 5 * PAGE_TOKENS, PRICES)
+    assert near.action is Action.TAIL
+    far = decide(match(base=40, tail=3), 50 * PAGE_TOKENS, PRICES)
+    assert (far.action, far.start, far.write_from) == (Action.REPLAY, 40 * PAGE_TOKENS - REPLAY, 40 * PAGE_TOKENS)
+    assert far.tail == NO_TAIL and far.pages == 40
+    assert decide(match(base=1), 5 * PAGE_TOKENS, PRICES).action is Action.NOTHING  # shorter than the field itself
+
+
+def test_a_load_from_a_lower_tier_where_it_is_cheaper():
+    got = decide(match(base=4, tail=1, lower=8, lower_tail=8), 9 * PAGE_TOKENS, PRICES)
+    assert (got.action, got.start, got.load_pages, got.load_tail) == (Action.LOAD, 8 * PAGE_TOKENS, 4, 8 * PAGE_TOKENS)
+    assert (got.pages, got.write_from) == (4, 8 * PAGE_TOKENS)
+    dear = Prices(layers=3, token_ns=100.0, load_ns=1e9)
+    assert decide(match(base=4, tail=1, lower=8, lower_tail=8), 9 * PAGE_TOKENS, dear).action is Action.REPLAY
+    only_tail = match(base=8, lower=8, lower_tail=8)
+    got = decide(only_tail, 9 * PAGE_TOKENS, PRICES)
+    assert (got.action, got.load_pages, got.pages) == (Action.LOAD, 0, 8)
+    slower = Prices(layers=3, token_ns=100.0, load_ns=REPLAY * 110.0)
+    assert decide(only_tail, 9 * PAGE_TOKENS, slower).action is Action.REPLAY
+    deeper = Prices(layers=43, token_ns=100.0, load_ns=REPLAY * 110.0)  # its replay is longer than the prompt
+    assert decide(only_tail, 9 * PAGE_TOKENS, deeper).action is Action.LOAD
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(*[st.integers(0, 40)] * 4),
+    st.integers(1, 40),
+    st.integers(1, 12),
+    st.tuples(*[st.sampled_from([0.0, 1.0, 1e3, 1e6])] * 5),
+    st.booleans(),
+)
+def test_no_possible_way_is_cheaper(counts, pages, layers, costs, share):
+    """Against every way there is, priced by hand."""
+    base, tail, lower, lower_tail = counts
+    tokens = pages * PAGE_TOKENS + 1
+    base, lower = min(base, pages), min(max(lower, base), pages)
+    tail, lower_tail = min(tail, base), min(max(lower_tail, min(tail, base)), lower)
+    prices = Prices(
+        layers=layers,
+        token_ns=10.0,
+        context_ns=costs[0] / 1e3,
+        resume_ns=costs[1],
+        load_ns=costs[2],
+        load_tail_ns=costs[3],
+        load_page_ns=costs[4],
+    )
+    got = decide(match(base, tail, lower, lower_tail), tokens, prices, share=share)
+
+    def cost(start):
+        return sum(10.0 + costs[0] / 1e3 * (t + 0.5) for t in (start, tokens - 1)) / 2 * (tokens - start)
+
+    ways = [cost(0)]
+    if tail:
+        ways.append(costs[1] + cost(tail * PAGE_TOKENS))
+    if lower_tail > tail:
+        load = costs[2] + costs[3] + max(0, lower_tail - base) * costs[4]
+        ways.append(load + cost(lower_tail * PAGE_TOKENS))
+    if base * PAGE_TOKENS - prices.replay_tokens > tail * PAGE_TOKENS:
+        ways.append(cost(base * PAGE_TOKENS - prices.replay_tokens))
+    assert got.price_ns == pytest.approx(min(ways))
+    assert 0 <= got.start < tokens and got.start <= got.write_from + (got.action is Action.LOAD) * tokens
+    assert got.pages <= base and got.write_from % PAGE_TOKENS == 0
+    assert got.write_from == (got.pages + got.load_pages) * PAGE_TOKENS
+
+
+def test_the_longest_prefix_wins_unless_its_pool_is_busy():
+    matches = [match(), match(base=4, tail=4, pool=("w", 1)), match(base=3, tail=3, pool=("w", 2))]
+    tokens = 6 * PAGE_TOKENS
+    assert choose(matches, tokens, PRICES, [0.0, 0.0, 0.0]).pool == ("w", 1)
+    assert choose(matches, tokens, PRICES, [0.0, 1e6, 0.0]).pool == ("w", 2)
+    assert choose(matches, tokens, PRICES, [0.0, 1e6, 1e6]).pool == POOL
+    assert choose([match(), match(pool=("w", 1))], tokens, PRICES, [0.0, 0.0]).pool == POOL
+
+
+@pytest.mark.parametrize(("field", "value"), [("layers", 0), ("token_ns", 0.0)])
+def test_prices_that_decide_nothing_are_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        Prices(**{"layers": 3, "token_ns": 1.0, field: value})
+
+
+def test_where_chains_meet_a_tail_is_wanted():
+    index = PrefixIndex()
+    index.add_pool(POOL, first_page=0, pages=32, first_tail=0, tails=8)
+
+    def run(path, at, save=()):
+        columns = key_columns([key_of(path[: i + 1]) for i in range(len(path))])
+        found = index.match(POOL, columns, len(path))
+        points = index.branch_points(found, len(path))
+        hold = index.acquire(found, found.base, found.tail, at)
+        more = len(path) - found.base
+        if more:
+            keys = [key_of(path[: i + 1]) for i in range(found.base, len(path))]
+            index.publish(hold, keys, range(at, at + more), range(more), at)
+        for pages, tail in save:
+            index.attach_tail(hold, pages, tail, int(Reason.PROMPT), at)
+        index.release(hold, at)
+        return [p // PAGE_TOKENS for p in points]
+
+    assert run((1, 2, 3, 4), 0, [(4, 0)]) == []
+    assert run((1, 2, 3, 4, 5), 5) == []  # goes on where the other ended, at its tail
+    assert run((1, 2, 8, 8), 10) == [2]  # leaves it behind page 2: a tail there would serve both
+    assert run((1, 2, 9), 15, [(2, 1)]) == [2]
+    assert run((1, 2, 7), 20) == []  # there is one now
+    row = index.pools[POOL].trie.prefix(key_columns([key_of((1,)), key_of((1, 2))]))[1]
+    assert index.pools[POOL].trie.bits[row] & int(Bits.BRANCH)
+    assert index.counters.branches == 1
+    index.check([])
