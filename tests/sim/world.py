@@ -560,5 +560,7 @@ class World:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 2000 else text[:2000] + "..."
+    with np.printoptions(threshold=6, edgeitems=2, linewidth=10_000):
+        text = repr(value)
+    text = text.replace(", dtype=int32", "").replace(", dtype=uint8", "").replace("dtype=float32", "").replace("\n", "")
+    return text if len(text) < 900 else text[:900] + "..."
