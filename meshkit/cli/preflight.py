@@ -4,6 +4,7 @@ Each check returns the problems it sees; `up` reports them together and starts n
 """
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -17,7 +18,22 @@ from meshkit.cli.model_folder import weight_bytes
 from meshkit.errors import PortError
 from meshkit.exit_codes import Exit, Problem
 
+NEEDED = {"worker": "torch", "gateway": "aiohttp"}
 LONGEST_SOCKET_NAME = "/scheduler.sock"
+
+
+def check_extras() -> list[Problem]:
+    """Are the packages there that the services import? Looked up, not imported."""
+    return [
+        Problem(
+            "EXTRA",
+            Exit.USAGE,
+            f"the {service} needs the package {package}, which is not installed",
+            f'pip install "v4mesh[{service}]"',
+        )
+        for service, package in NEEDED.items()
+        if importlib.util.find_spec(package) is None
+    ]
 
 
 def check_port(host: str, port: int) -> list[Problem]:

@@ -95,8 +95,12 @@ class Progress:
         self.write(f"{self.screen.paint(f'{name:{self.width}}', self.color[name])}   {said}")
 
     def _last_words(self, event: ServiceEvent) -> None:
-        """A dead service's last lines, where its log was not shown anyway; the same words only once."""
-        if self.show_log or event.last_lines == self.words.get(event.service):
+        """A dead service's last lines, where its log was not shown anyway; the same words only once.
+
+        Who was killed from outside had nothing to say about it.
+        """
+        killed = event.status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+        if self.show_log or killed or event.last_lines == self.words.get(event.service):
             return
         self.words[event.service] = event.last_lines
         for line in event.last_lines:

@@ -183,12 +183,14 @@ def test_the_guides_launch_command_starts_on_a_cpu_and_answers():
         up.close()
 
 
-def test_demo_answers_and_says_how_to_go_on():
-    up = Up("demo", "--max-tokens", "12")
+def test_demo_kills_the_scheduler_in_mid_answer_and_the_answer_goes_on():
+    up = Up("demo", "--kill", "scheduler", "--max-tokens", "48")
     try:
         assert up.process.wait(100) == 0, up.output
         up.reader.join()
-        assert re.search(r"TTFT \d+ ms · \d+ tok/s · \d+ prompt tokens · 12 new", up.output)
+        assert re.search(r"TTFT \d+ ms · \d+ tok/s · \d+ prompt tokens · 48 new", up.output)
+        assert re.search(r"^scheduler +killed by SIGKILL; restarting$", up.output, re.MULTILINE)
+        assert re.search(r"longest pause [\d.]+ s · the answer is the same", up.output)
         assert "v4mesh up" in up.output
         assert "from openai import OpenAI" in up.output
     finally:
