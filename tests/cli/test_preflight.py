@@ -11,7 +11,7 @@ import pytest
 
 from meshkit.cli import preflight
 from meshkit.cli.main import main
-from meshkit.cli.model_folder import check_model_folder, find_model
+from meshkit.cli.model_folder import check_model_folder, cpu_bytes, find_model
 from meshkit.cli.up import UpConfig, make_plan
 from meshkit.exit_codes import Exit, ProblemsError
 from meshkit.models import DEFAULT_MODEL
@@ -161,7 +161,11 @@ def test_too_little_memory_shows_the_sum(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     (problem,) = preflight.check_memory(model)
     assert problem.exit == Exit.MEMORY
-    assert "short by 0.0 GB before any KV" in problem.details[1]
+    # 18.9 M parameters in FP32, as the model's README says; the files hold FP8 and FP4.
+    assert problem.details[0].startswith("weights in FP32 ")
+    assert problem.details[0].endswith(" 0.1 GB   (0.0 GB of files, dequantised)")
+    assert "short by 0.1 GB before any KV" in problem.details[1]
+    assert cpu_bytes(model) == 4 * 18_913_152
 
 
 def test_several_failures_are_reported_together_and_the_first_decides(
