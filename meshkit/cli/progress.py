@@ -86,9 +86,10 @@ class Progress:
         self._starting = False
 
     def write(self, text: str) -> None:
-        """One line to stderr."""
+        """One line to stderr. A reader that went away (`| head`) must not stop the mesh, nor block a service's pipe."""
         self._said_at = time.monotonic()
-        self.screen.note(text)
+        with contextlib.suppress(BrokenPipeError):
+            self.screen.note(text)
 
     def _service(self, name: str, text: str, style: str = "") -> None:
         said = self.screen.paint(text, style) if style else text

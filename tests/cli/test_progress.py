@@ -82,6 +82,15 @@ def test_logs_are_prefixed_or_left_out(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == "worker    | layers 1/5\n"
 
 
+def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    plain(show_log=True).line("worker", "layers 1/5")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
