@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +120,25 @@ def test_the_banner_comes_after_each_service_and_the_mesh_answers(mesh: Up):
         assert re.search(rf"^{name} +ready  [\d.]+ s$", before, re.MULTILINE), before
     assert set(mesh.services()) == set(NAMES)
     assert chat(url)
+
+
+def test_the_printed_client_lines_work_as_they_stand(mesh: Up):
+    port = url_of(mesh).rpartition(":")[2]
+    shown = subprocess.run(
+        [sys.executable, "-m", "meshkit.cli", "up", "--print-clients", "--port", port],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    shell, _, program = shown.partition("# Python: pip install openai\n")
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert len(told.split()) > 5
+    if shutil.which("curl"):
+        stream = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60).stdout
+        assert stream.rstrip().endswith("data: [DONE]")
 
 
 @pytest.mark.parametrize("name", ["gateway", "worker", "scheduler"])
