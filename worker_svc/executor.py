@@ -131,6 +131,10 @@ class CpuExecutor:
         for row in work.rows:
             outcomes.append(self._sample(row, logits[first : first + row.sample_last]))
             first += row.sample_last
+        # Booked only now: if anything above fails, the step did not happen.
+        for row, outcome in zip(work.rows, outcomes):
+            if outcome.tokens:
+                self._samplers[row.slot].accept(outcome.tokens)
         return tuple(outcomes)
 
     def _sample(self, row: RowWork, logits: Tensor) -> RowOutcome:
@@ -140,10 +144,11 @@ class CpuExecutor:
             return RowOutcome(())
         state = self._samplers[row.slot]
         drafts = row.ids[len(row.ids) - row.sample_last + 1 :]
-        tokens, logprobs = [], []
+        tokens: list[int] = []
+        logprobs = []
         for place in range(row.sample_last):
-            (drawn,) = sample(logits[place : place + 1], [RowState(state=state, position=row.out_pos + place)])
-            state.accept((drawn.token,))
+            asked = RowState(state=state, position=row.out_pos + place, ahead=tuple(tokens))
+            (drawn,) = sample(logits[place : place + 1], [asked])
             tokens.append(drawn.token)
             if drawn.logprobs is not None:
                 logprobs.append(drawn.logprobs)

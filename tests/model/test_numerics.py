@@ -67,6 +67,24 @@ def test_only_inputs_of_quantised_weights_are_rounded():
     assert not torch.equal(quantised(x), plain(x))
 
 
+def test_the_right_inputs_are_rounded(tiny, monkeypatch):
+    """Per layer: attention input, wq_b, wo_b, then experts. Not wo_a, router, compressors, index weights, head."""
+    rounded = []
+
+    def record(x):
+        rounded.append((x.shape[0], x.shape[-1]))
+        return x
+
+    monkeypatch.setattr("worker_svc.model.linear.round_fp8", record)
+    monkeypatch.setattr("worker_svc.model.moe.round_fp8", record)
+    rig = Rig(tiny.checkpoint, numerics=Numerics(activations="fp8"))
+    rig.feed(tiny.sequences[0], 0, 0, 1, [0])
+    c = tiny.checkpoint.config
+    attention = [(1, c.hidden_size), (1, c.q_lora_rank), (1, c.o_groups * c.o_lora_rank)]
+    experts = [(1, c.hidden_size), (c.num_experts_per_tok + 1, c.moe_intermediate_size)]
+    assert rounded == (attention + experts) * c.num_hidden_layers
+
+
 @pytest.mark.parametrize(
     "numerics",
     [
