@@ -143,3 +143,19 @@ def test_the_layout_id_tells_formats_apart(tiny):
     assert len(ids) == 4
     assert KvLayout(config=config, numerics=Numerics(activations="fp8")).layout_id not in ids, "other values"
     assert KvLayout(config=config, numerics=Numerics(), max_verify=2).layout_id in ids, "rings are private"
+
+
+@pytest.mark.parametrize("indexer, share", [("fp8", 0.85), ("fp4", 0.75)])
+def test_a_rounded_indexer_mostly_picks_the_same_entries(tiny, indexer, share, monkeypatch):
+    """Rounding moves a pick here and there; the Hadamard transform on one side only would move nearly all."""
+    import worker_svc.model.indexer as module
+
+    def close() -> float:
+        (piece,) = prefill(Rig(tiny.checkpoint, numerics=Numerics(indexer=indexer)), tiny.sequences)
+        difference = (piece.logits - tiny.logits[0]).abs().amax(1)
+        return float((difference[60:] < 0.3).float().mean())  # from there on more entries are visible than picked
+
+    assert close() > share
+    transform = module.hadamard
+    monkeypatch.setattr(module, "hadamard", lambda x: x if x.dim() == 2 else transform(x))
+    assert close() < 0.4
