@@ -300,12 +300,14 @@ class Checker:
             for rank in worker.ranks:
                 for name in ("pages", "tails", "slots"):
                     pool = getattr(rank, name)
-                    if len(pool.free) != pool.size:
-                        return f"scheduler: {name} of {worker.name}: {len(pool.free)} of {pool.size} free"
+                    if pool.owned or pool.quarantined or len(pool.free) + pool.cached != pool.size:
+                        return f"scheduler: {name} of {worker.name}: {pool.owned} owned, {len(pool.free)} free"
         for process in world.workers:
-            table = process.core.table
-            if table.slots or table.published or table.tails or any(table._refs):
-                return f"{process.name} holds slots or published pages"
+            table, worker = process.core.table, state.workers[process.name]
+            if table.slots or any(table._refs):
+                return f"{process.name} holds slots"
+            if sorted(table.published) != sorted(worker.published) or table.tails != worker.published_tails:
+                return f"{process.name} has published other pages or tails than the scheduler knows"
         for process in world.gateways:
             if process.core.entries or process.core.bytes_used or process.core._rows._rows or process.core._calls:
                 return f"{process.name} has open entries"
