@@ -111,6 +111,7 @@ def test_superseded_ends_with_the_later_tail():
     place.attach(1, (1, 2, 3), TURN, 1)
     assert place.tails.class_of(0) == 1
     place.tails.detach([1])
+    place.tails.check()
     assert place.tails.class_of(0) == 2
     place.attach(2, (1, 2, 3, 4), TURN, 3)
     place.attach(3, (1, 2), TURN, 4)  # between the two
