@@ -220,6 +220,7 @@ def test_the_key_map_finds_what_is_there(ops, words):
         for other in range(60):
             name = key_of((other,), words)
             assert keys.find(*key_columns([name])[0].tolist()) == there.get(name, -1)
+        keys.check(np.array(list(there.values()), np.int32))
         assert keys.used == len(there) == np.count_nonzero(keys.table >= 0)
         assert keys.gone == np.count_nonzero(keys.table == -2) <= len(keys.table) // 4
 
