@@ -323,14 +323,15 @@ class Checker:
 
 
 def _is_stale(process: "Process", event: Received) -> bool:
+    """Whether the frame belongs to no attachment in force at this process."""
     envelope = event.envelope
     if process.kind == "scheduler":
         conn = process.core.state.conns.get(event.conn)
         return conn is None or (conn.owner is not None and conn.attach_id != envelope.attach_id)
     link = process.core._link
     if isinstance(envelope.frame, (WorkerHelloAck, GatewayHelloAck)):
-        return event.conn != link._conn
-    return event.conn != link._conn or envelope.attach_id != link.attach_id
+        return bool(event.conn != link._conn)
+    return bool(event.conn != link._conn or envelope.attach_id != link.attach_id)
 
 
 def _fingerprint(process: "Process") -> Any:

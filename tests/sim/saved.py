@@ -34,4 +34,5 @@ def load(path: Path) -> Scenario:
 
 def _params(values: dict[str, Any]) -> SamplingParams:
     """JSON has no tuples."""
-    return SamplingParams(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+    tuples: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return SamplingParams(**tuples)
