@@ -1,0 +1,128 @@
+"""The engine: one entry per bind and row of tokens, fences, gaps, waiting for grammars; and the ring file."""
+
+import numpy as np
+import pytest
+
+from grammar_svc import compiler
+from grammar_svc.engine import Engine, Facts
+from grammar_svc.ring import Ring, map_ring, remove_stale, ring_row
+from grammar_svc.session import Kind
+from grammar_svc.sources import Kind as Source
+
+EOS, THINK_END, SLOTS, VERIFY = 256, 257, 4, 3
+ID = b"i" * 16
+
+
+def allowed(row):
+    return {i for i in range(320) if int(row[i >> 5]) >> (i & 31) & 1}
+
+
+class Setup:
+    def __init__(self, small, think_end=THINK_END):
+        self.grammars, self.wanted = {}, []
+        self.rows = np.zeros((2 * SLOTS * VERIFY, small.words), np.int32)
+        facts = Facts(vocab_size=320, words=small.words, eos_ids=(EOS,), think_end=think_end)
+        self.engine = Engine(
+            facts, self.rows, SLOTS, VERIFY, get=self.grammars.get, want=self.wanted.append, new=compiler.new_matcher
+        )
+        self.grammar = small.compile(Source.REGEX, "abc|abd")
+
+
+@pytest.fixture
+def setup(small):
+    made = Setup(small)
+    made.grammars[ID] = made.grammar
+    return made
+
+
+def test_each_position_gets_its_entry_in_alternating_rows(setup):
+    engine = setup.engine
+    engine.bind(2, 5, ID)
+    (entry,) = engine.take()
+    assert (entry.slot, entry.slot_gen, entry.position, entry.kind, entry.count) == (2, 5, 0, Kind.MASKED, 1)
+    assert entry.row == ring_row(0, 2, SLOTS, VERIFY) and allowed(setup.rows[entry.row]) == {ord("a")}
+    engine.advance(2, 5, 0, [ord("a")], [ord("b"), ord("c")])
+    (entry,) = engine.take()
+    assert entry.position == 1 and entry.count == 3 and entry.row == ring_row(1, 2, SLOTS, VERIFY)
+    assert [allowed(setup.rows[entry.row + i]) for i in range(3)] == [{ord("b")}, {*b"cd"}, {EOS}]
+    assert engine.take() == []
+
+
+def test_other_generations_and_unbound_slots_are_counted_and_change_nothing(setup):
+    engine = setup.engine
+    engine.bind(1, 5, ID)
+    engine.take()
+    engine.advance(1, 4, 0, [ord("a")])
+    engine.advance(0, 5, 0, [ord("a")])
+    engine.unbind(1, 4)
+    engine.bind(1, 3, ID)
+    assert engine.take() == [] and len(engine) == 1
+    assert dict(engine.counts) == {"tokens_stale": 2, "unbind_stale": 1, "bind_stale": 1}
+    engine.unbind(1, 5)
+    assert len(engine) == 0
+
+
+def test_known_ids_are_skipped_and_a_gap_fails_its_slot_alone(setup):
+    engine = setup.engine
+    engine.bind(0, 1, ID, emitted=[ord("a")])
+    engine.bind(1, 1, ID)
+    engine.take()
+    engine.advance(0, 1, 0, [ord("a"), ord("b")])
+    engine.advance(1, 1, 2, [ord("c")])
+    first, second = engine.take()
+    assert first.position == 2 and allowed(setup.rows[first.row]) == {*b"cd"}
+    assert second.kind is Kind.FAILED and "position 2" in second.error and engine.counts["gaps"] == 1
+
+
+def test_a_bind_of_an_unknown_grammar_waits_for_it(small):
+    setup = Setup(small)
+    engine = setup.engine
+    engine.bind(0, 1, ID, thinking=True)
+    engine.bind(1, 1, ID, emitted=[ord("a")])
+    assert setup.wanted == [ID, ID]
+    (free,) = engine.take()
+    assert free.slot == 0 and free.kind is Kind.FREE
+    engine.advance(0, 1, 0, [THINK_END])
+    assert engine.take() == []
+    setup.grammars[ID] = setup.grammar
+    engine.grammar_ready(ID)
+    entries = {entry.slot: entry for entry in engine.take()}
+    assert allowed(setup.rows[entries[0].row]) == {ord("a")} and allowed(setup.rows[entries[1].row]) == {ord("b")}
+
+
+def test_a_refused_grammar_fails_who_waits_for_it(small):
+    setup = Setup(small)
+    setup.engine.bind(0, 1, ID)
+    assert setup.engine.take() == []
+    setup.engine.grammar_refused(ID, "TIMEOUT: too slow")
+    (entry,) = setup.engine.take()
+    assert entry.kind is Kind.FAILED and entry.error == "TIMEOUT: too slow"
+
+
+def test_thinking_needs_a_model_that_thinks(small):
+    setup = Setup(small, think_end=-1)
+    setup.engine.bind(0, 1, ID, thinking=True)
+    (entry,) = setup.engine.take()
+    assert entry.kind is Kind.FAILED and "</think>" in entry.error and not setup.wanted
+
+
+def test_a_rebound_slot_begins_anew(setup):
+    engine = setup.engine
+    engine.bind(0, 1, ID, emitted=list(b"ab"))
+    engine.bind(0, 2, ID)
+    (entry,) = engine.take()
+    assert entry.slot_gen == 2 and entry.position == 0 and allowed(setup.rows[entry.row]) == {ord("a")}
+
+
+def test_the_ring_is_private_shared_and_checked(tmp_path):
+    ring = Ring(tmp_path, 7, 4, 10)
+    assert ring.path.stat().st_mode & 0o777 == 0o600
+    theirs = map_ring(ring.path, ring.nonce, 4, 10)
+    ring.rows[3] = 5
+    assert theirs is not None and (theirs[3] == 5).all() and not theirs.flags.writeable
+    assert map_ring(ring.path, b"x" * 16, 4, 10) is None  # another file of that name
+    assert map_ring(ring.path, ring.nonce, 5, 10) is None
+    (tmp_path / "v4mesh-grammar-999999999-0000000000000001.ring").touch()
+    assert remove_stale(tmp_path) == 1 and ring.path.exists()
+    ring.unlink()
+    assert map_ring(ring.path, ring.nonce, 4, 10) is None and theirs[3][0] == 5
