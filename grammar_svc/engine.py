@@ -4,13 +4,19 @@ Every bind and every row of tokens is answered by one entry, as soon as its gram
 that is not bound (any more) is counted and ignored; a gap in a slot's ids fails that slot and no other.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from grammar_svc.ring import ring_row
 from grammar_svc.session import Kind, NewMatcher, Rows, Session
+
+# An ambiguous grammar makes masks dearer with every token (80 ms after 250 of them), and all slots share one loop. So a
+# slot has a budget of processor time: full at the bind, earned back with each entry. Ordinary entries take 0.01 ms.
+BUDGET_S: Final = 0.5
+EARNED_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class _Bound:
     session: Session
     drafts: Sequence[int] = ()
     due: bool = field(default=True)
+    budget_s: float = BUDGET_S
 
 
 class Engine:
@@ -57,10 +64,11 @@ class Engine:
         get: Callable[[bytes], Any | None],
         want: Callable[[bytes], None],
         new: NewMatcher,
+        cpu_s: Callable[[], float] = time.thread_time,
     ) -> None:
         assert rows.shape == (2 * slots * max_verify, facts.words), rows.shape
         self._facts, self._rows, self._slots, self._verify = facts, rows, slots, max_verify
-        self._get, self._want, self._new = get, want, new
+        self._get, self._want, self._new, self._cpu_s = get, want, new, cpu_s
         self._bound: dict[int, _Bound] = {}
         self._due: dict[int, None] = {}  # slots, in order
         self.counts: Counter[str] = Counter()
@@ -112,7 +120,9 @@ class Engine:
             self.counts["gaps"] += 1
             session.fail(f"ids begin at position {base}, the last known is {session.position}")
         else:
+            began = self._cpu_s()
             session.advance(ids[session.position - base :])
+            bound.budget_s -= self._cpu_s() - began
         bound.drafts = drafts[: self._verify - 1]
         self._mark(slot)
 
@@ -140,11 +150,17 @@ class Engine:
             bound = self._bound[slot]
             session = bound.session
             first = ring_row(session.position, slot, self._slots, self._verify)
+            began = self._cpu_s()
             written = session.write(self._rows[first : first + 1 + len(bound.drafts)], bound.drafts)
+            bound.budget_s = min(BUDGET_S, bound.budget_s - (self._cpu_s() - began) + EARNED_S)
             if written is None:
                 continue  # still due: grammar_ready asks again
             bound.due = False
             kind, count = written
+            if bound.budget_s < 0 and kind is Kind.MASKED:
+                self.counts["too_costly"] += 1
+                session.fail("computing its masks takes too long: the grammar is too ambiguous")
+                kind, count = Kind.FAILED, 0
             entries.append(
                 Entry(slot, bound.slot_gen, session.position, kind, count, first if count else -1, session.error)
             )

@@ -18,12 +18,19 @@ def allowed(row):
 
 
 class Setup:
-    def __init__(self, small, think_end=THINK_END):
+    def __init__(self, small, think_end=THINK_END, **options):
         self.grammars, self.wanted = {}, []
         self.rows = np.zeros((2 * SLOTS * VERIFY, small.words), np.int32)
         facts = Facts(vocab_size=320, words=small.words, eos_ids=(EOS,), think_end=think_end)
         self.engine = Engine(
-            facts, self.rows, SLOTS, VERIFY, get=self.grammars.get, want=self.wanted.append, new=compiler.new_matcher
+            facts,
+            self.rows,
+            SLOTS,
+            VERIFY,
+            get=self.grammars.get,
+            want=self.wanted.append,
+            new=compiler.new_matcher,
+            **options,
         )
         self.grammar = small.compile(Source.REGEX, "abc|abd")
 
@@ -112,6 +119,39 @@ def test_a_rebound_slot_begins_anew(setup):
     engine.bind(0, 2, ID)
     (entry,) = engine.take()
     assert entry.slot_gen == 2 and entry.position == 0 and allowed(setup.rows[entry.row]) == {ord("a")}
+
+
+def test_a_slot_whose_masks_cost_too_much_fails_alone(small):
+    now = [0.0]
+    setup = Setup(small, cpu_s=lambda: now[0])
+    setup.grammars[ID] = small.compile(Source.REGEX, "a{0,900}")
+
+    class Slow:
+        """A matcher that takes 30 ms a token."""
+
+        def __init__(self, matcher):
+            self._matcher = matcher
+
+        def __getattr__(self, name):
+            return getattr(self._matcher, name)
+
+        def accept_token(self, token):
+            now[0] += 0.03
+            return self._matcher.accept_token(token)
+
+    engine = setup.engine
+    engine.bind(0, 1, ID)
+    engine.bind(1, 1, ID)
+    engine.take()
+    engine._bound[0].session._matcher = Slow(engine._bound[0].session._matcher)
+    for position in range(30):
+        engine.advance(0, 1, position, [ord("a")])
+        engine.advance(1, 1, position, [ord("a")])
+        first, second = engine.take()
+        assert second.kind is Kind.MASKED
+        if first.kind is Kind.FAILED:
+            break
+    assert 15 <= position <= 25 and "too long" in first.error and engine.counts["too_costly"] == 1
 
 
 def test_the_ring_is_private_shared_and_checked(tmp_path):
