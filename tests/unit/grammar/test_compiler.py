@@ -1,0 +1,119 @@
+"""What compiled grammars take, on the sample model's vocabulary: tool calls, choices, structural tags, markers."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grammar_svc import compiler
+from grammar_svc.limits import SourceLimits
+from grammar_svc.session import Kind as Entry
+from grammar_svc.session import Session
+from grammar_svc.sources import Kind, read_source
+from grammar_svc.vocabulary import read_vocabulary
+from meshkit.errors import ModelDirError
+
+MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano-trial"
+CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
+TOOLS = [{"name": "weather", "parameters": CITY, "strict": True}, {"name": "stop"}]
+BEGIN, END = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
+CALL = (
+    '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+)
+STOP = '<｜DSML｜invoke name="stop">\n</｜DSML｜invoke>\n'
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return read_vocabulary(MODEL)
+
+
+@pytest.fixture(scope="module")
+def made(vocabulary):
+    return compiler.compiler(compiler.tokenizer_info(vocabulary))
+
+
+@pytest.fixture
+def takes(made, vocabulary):
+    """Whether a source takes a whole text."""
+
+    def check(kind, source, text):
+        source = source if isinstance(source, str) else json.dumps(source)
+        grammar = compiler.compile_source(made, read_source(kind, source, SourceLimits()))
+        matcher = compiler.new_matcher(grammar, list(vocabulary.eos_ids))
+        return matcher.accept_string(text) and matcher.is_completed()
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "choice, parallel, text, taken",
+    [
+        ("required", True, f"\n\n{BEGIN}{CALL}{END}", True),
+        ("required", True, f"\n\n{BEGIN}{CALL}{STOP}{END}", True),
+        ("required", False, f"\n\n{BEGIN}{CALL}{STOP}{END}", False),
+        ("required", True, "hello", False),
+        ("required", True, f"\n\n{BEGIN}{END}", False),
+        ({"name": "stop"}, True, f"\n\n{BEGIN}{STOP}{END}", True),
+        ({"name": "stop"}, True, f"\n\n{BEGIN}{CALL}{END}", False),
+        ("auto", True, "hello", True),
+        ("auto", True, f"hello\n\n{BEGIN}{CALL}{END}", True),
+        ("auto", True, f"hello\n\n{BEGIN}{CALL.replace('weather', 'other')}{END}", False),
+        ("required", True, f"\n\n{BEGIN}{CALL.replace('city', 'town')}{END}", False),
+    ],
+)
+def test_tool_calls_in_the_models_own_form(takes, choice, parallel, text, taken):
+    assert takes(Kind.DSML_TOOLS, {"tools": TOOLS, "tool_choice": choice, "parallel": parallel}, text) is taken
+
+
+@pytest.mark.parametrize("text", ["yes", 'say "no"', "line\nbreak"])
+def test_choices_are_taken_literally(takes, text):
+    source = ["yes", 'say "no"', "line\nbreak"]
+    assert takes(Kind.CHOICE, source, text) and not takes(Kind.CHOICE, source, text + "x")
+
+
+def test_structures_between_free_text(takes):
+    tag = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+    assert takes(Kind.STRUCTURAL_TAG, tag, "so <f>12</f> it is")
+    assert not takes(Kind.STRUCTURAL_TAG, tag, "so <f>twelve</f> it is")
+
+
+def test_json_object_is_an_object(takes):
+    assert takes(Kind.JSON_OBJECT, "", '{"a": [1, null]}') and not takes(Kind.JSON_OBJECT, "", "[1]")
+
+
+def test_white_space_between_tokens_is_bounded(takes):
+    assert takes(Kind.JSON_OBJECT, "", "{" + " " * 32 + "}") and not takes(Kind.JSON_OBJECT, "", "{" + " " * 33 + "}")
+
+
+def test_a_string_can_hold_no_control_token(made, vocabulary):
+    grammar = compiler.compile_source(made, read_source(Kind.JSON_SCHEMA, '{"type":"string"}', SourceLimits()))
+    session = Session(b"", vocabulary.eos_ids, (), None)
+    session.give(grammar, compiler.new_matcher)
+    session.advance([vocabulary.tokens.index('"')])
+    rows = np.zeros((1, vocabulary.words), np.int32)
+    assert session.write(rows) == (Entry.MASKED, 1)
+    bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little")
+    spec = json.loads((MODEL / "tokenizer.json").read_text())
+    control = [entry["id"] for entry in spec["added_tokens"] if entry["content"] != "｜DSML｜"]
+    assert not bits[control].any() and not bits[len(spec["model"]["vocab"]) + len(control) + 1 :].any()
+    assert bits[vocabulary.tokens.index("a")] and vocabulary.think_end == 6
+
+
+def test_a_loaded_grammar_is_the_compiled_one(made, vocabulary):
+    grammar = compiler.compile_source(made, read_source(Kind.REGEX, "[a-c]x", SourceLimits()))
+    loaded = compiler.load(grammar.serialize_json(), compiler.tokenizer_info(vocabulary))
+    rows = np.zeros((2, vocabulary.words), np.int32)
+    for index, one in enumerate((grammar, loaded)):
+        compiler.new_matcher(one, [1]).fill_next_token_bitmask(rows, index)
+    assert rows[0].any() and (rows[0] == rows[1]).all()
+
+
+def test_a_folder_without_a_vocabulary_is_named(tmp_path):
+    with pytest.raises(ModelDirError, match=r"tokenizer\.json"):
+        read_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(ModelDirError, match="vocab"):
+        read_vocabulary(tmp_path, vocab_size=9, eos_ids=(1,))
