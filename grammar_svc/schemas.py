@@ -2,7 +2,8 @@
 
 `normalise` returns a schema of the same or a narrower meaning that XGrammar enforces whole: `type` is written out where
 keywords imply it, `enum` keeps the values of its `type`, `oneOf` of disjoint branches becomes `anyOf`. Objects with
-`properties` are closed unless `additionalProperties` opens them, and keys come in the order of the schema.
+`properties` are closed unless `additionalProperties` opens them, and keys come in the order of the schema. A string of
+bounded length holds no escapes, so no quotes or line breaks.
 """
 
 import re
@@ -42,6 +43,10 @@ REFUSED: Final = _names(
     "unevaluatedItems additionalItems contentEncoding contentMediaType contentSchema $anchor $dynamicAnchor "
     "$dynamicRef $recursiveRef $recursiveAnchor $vocabulary nullable discriminator"
 )
+# The compiler's own rules for these take more than they should: raw control characters, leading zeros.
+_CHARACTER: Final = r'[^"\\\u0000-\u001f]'
+_OCTET: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4: Final = rf"^{_OCTET}\.{_OCTET}\.{_OCTET}\.{_OCTET}$"
 _TYPES: Final = _names("string number integer object array boolean null")
 MAX_EXACT: Final = 2**53
 
@@ -174,6 +179,10 @@ class _Walk:
             if not isinstance(part["pattern"], str):
                 raise SourceError("must be text", f"{place}/pattern")
             check_regex(part["pattern"], self.limits, f"{place}/pattern")
+        if part.get("format") == "ipv4":
+            return {"pattern": _IPV4}
+        if not kinds:
+            return {"pattern": f"^{_CHARACTER}{{{part.get('minLength', 0)},{part.get('maxLength', '')}}}$"}
         return part
 
     def _number(self, part: dict[str, Any], names: list[str], place: str) -> dict[str, Any]:

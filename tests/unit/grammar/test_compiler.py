@@ -84,6 +84,14 @@ def test_json_object_is_an_object(takes):
     assert takes(Kind.JSON_OBJECT, "", '{"a": [1, null]}') and not takes(Kind.JSON_OBJECT, "", "[1]")
 
 
+def test_bounded_strings_are_json(takes):
+    schema = {"minLength": 1, "maxLength": 3}
+    assert takes(Kind.JSON_SCHEMA, schema, '"aé一"') and not takes(Kind.JSON_SCHEMA, schema, '"abcd"')
+    assert not any(takes(Kind.JSON_SCHEMA, schema, f'"{char}"') for char in ("", "\x1e", "\t", "\n", "\\", '"'))
+    address = {"type": "string", "format": "ipv4"}
+    assert takes(Kind.JSON_SCHEMA, address, '"10.0.255.1"') and not takes(Kind.JSON_SCHEMA, address, '"10.0.064.1"')
+
+
 def test_white_space_between_tokens_is_bounded(takes):
     assert takes(Kind.JSON_OBJECT, "", '{ "a": 1,\n"b": 2 }') and not takes(Kind.JSON_OBJECT, "", '{  "a": 1}')
 

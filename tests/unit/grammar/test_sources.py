@@ -114,7 +114,7 @@ def test_every_refused_keyword_is_refused(keyword):
     [
         (True, True),
         ({"title": "T", "description": "d"}, {}),
-        ({"minLength": 2}, {"type": "string", "minLength": 2}),
+        ({"minLength": 2}, {"type": "string", "pattern": r'^[^"\\\u0000-\u001f]{2,}$'}),
         ({"type": "object"}, {"type": "object", "additionalProperties": True}),
         (
             {"properties": {"a": {}}},
