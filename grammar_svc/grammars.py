@@ -5,6 +5,7 @@ small), so that a slot bound to one gets it again. Loading what a child made run
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import OrderedDict, defaultdict
@@ -20,6 +21,7 @@ from meshkit.obs import kv
 
 REFUSED_S: Final = 30.0
 MAX_REFUSED: Final = 1024
+MAX_ALIASES: Final = 8192
 MAX_SOURCE_BYTES: Final = 64 << 20
 OVERHEAD: Final = 2048  # bytes of the entry itself
 
@@ -62,6 +64,7 @@ class Grammars:
         self._sources: OrderedDict[bytes, Source] = OrderedDict()
         self._source_bytes = 0
         self._refused: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
+        self._aliases: OrderedDict[bytes, bytes] = OrderedDict()  # hash of a source as it was sent -> grammar id
         self._flights: dict[bytes, asyncio.Task[Verdict]] = {}
         self._tenants: defaultdict[str, int] = defaultdict(int)
         self.on_verdict: Callable[[bytes, Verdict], None] = lambda _id, _verdict: None
@@ -87,11 +90,17 @@ class Grammars:
 
     async def compile(self, kind: int, text: str, tenant: str = "") -> Verdict:
         """Never raises for a bad source. A caller that goes away leaves the compile to the others that wait."""
+        alias = hashlib.blake2b(f"{kind}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if alias in self._aliases and (known := self._known(self._aliases[alias])) is not None:
+            return known
         try:
             source = read_source(kind, text, self._limits)
         except SourceError as error:
             return error.verdict()
         grammar_id = source.grammar_id(self.grammar_rev)
+        self._aliases[alias] = grammar_id
+        while len(self._aliases) > MAX_ALIASES:
+            self._aliases.popitem(last=False)
         known = self._known(grammar_id)
         if known is not None:
             return known
