@@ -126,11 +126,11 @@ class Attachment:
         except TimeoutError:
             return "the peer does not read its stream"
         finally:
+            if self._ring is not None:
+                self._ring.unlink()  # first: the RPC may be cancelled while the tasks below end
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if self._ring is not None:
-                self._ring.unlink()
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
