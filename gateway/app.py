@@ -15,12 +15,13 @@ from aiohttp import web
 
 from gateway import routes
 from gateway.access import KeyRing
-from gateway.config import GatewayConfig, read_api_keys
+from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, error_response
 from gateway.mesh import Mesh
 from gateway.service import Gateway
 from gateway.text.tokenizer import Tokenizer
+from meshkit.api_keys import read_api_keys
 from meshkit.obs import Tracing, kv, new_traceparent
 
 GATEWAY = web.AppKey("gateway", Gateway)
