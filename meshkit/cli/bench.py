@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from meshkit.cli.chat import DEFAULT_URL, read_key
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.load import LoadPlan, LoadResult, percentile, run_load
 from meshkit.cli.screen import Screen, shared_options
@@ -43,7 +44,7 @@ def parse_limits(ctx: click.Context, param: click.Parameter, value: str | None) 
     return limits
 
 
-@click.command()
+@command()
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the mesh listens.")
 @click.option("--model", metavar="NAME", help="Model to ask (default: the one served).")
 @click.option("--num-prompts", default=32, show_default=True, type=click.IntRange(1), help="Requests measured.")

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from meshkit.api_keys import read_api_keys
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.cli.turn import Turn, first_model, no_mesh, refusal, stream_turn
@@ -26,7 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/new forgets the conversation · /stats switches the numbers · /exit leaves (or Ctrl-D)"
 
 
-@click.command()
+@command()
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the mesh listens.")
 @click.option("-q", "--question", metavar="TEXT", help="Ask this, print the answer, leave.")
 @click.option("--system", metavar="TEXT", help="System message.")

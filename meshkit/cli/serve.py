@@ -11,6 +11,7 @@ import click
 
 from meshkit.cli.config_file import check_config, config_path
 from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import MeshPlan, run_mesh
 from meshkit.cli.preflight import check_api_keys, check_scheme, read_model_config
 from meshkit.cli.screen import Screen, shared_options
@@ -21,15 +22,17 @@ from meshkit.exit_codes import Exit, Problem, ProblemsError
 UP_FIELDS = ("host", "port", "kv_cache_dtype", "quantization")  # flags of the guide that `up` has too
 
 
-def guide_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
     """One click option per flag of the table; values stay text, so that one place judges them."""
     for entry in reversed(FLAGS):
         names = (entry.name, *entry.aliases, entry.field)
-        command = click.option(*names, is_flag=entry.switch, default=None, help=entry.promise)(command)
-    return command
+        waits = bool(entry.needs)  # help shows first what has its effect
+        text = f"{entry.promise} (waits for {entry.needs})" if waits else entry.promise
+        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=waits)(wanted)
+    return wanted
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @guide_options
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")

@@ -13,6 +13,7 @@ import click
 
 from meshkit.cli.clients import client_snippets
 from meshkit.cli.config_file import check_config, config_path
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
 from meshkit.cli.model_folder import find_model
 from meshkit.cli.preflight import check_api_keys, check_port, check_scheme
@@ -48,7 +49,7 @@ class UpConfig:
                 raise FieldError(name, f"must be one of {', '.join(there)}")
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @click.option("--model-path", "--model", "model_path", metavar="DIR", help="Same as MODEL.")
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")

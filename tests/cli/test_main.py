@@ -35,7 +35,14 @@ def test_help_loads_nothing_heavy_and_is_quick():
 
 
 @pytest.mark.parametrize(
-    "args", [["chat", "--help"], ["bench", "--help"], ["health", "gateway", "--target", "127.0.0.1:9"], ["nonsense"]]
+    "args",
+    [
+        ["chat", "--help"],
+        ["bench", "--help"],
+        ["health", "gateway", "--target", "127.0.0.1:9"],
+        ["completion", "bash"],
+        ["nonsense"],
+    ],
 )
 def test_light_commands_load_nothing_heavy(args: list[str]):
     code = (
