@@ -126,7 +126,10 @@ def _check_local(gateway: Gateway, path: str) -> None:
     """403 where others than this machine's users could read how much the mesh does, unless the operator wants that."""
     config = gateway.config
     if not (config.public_metrics or parse_address(config.listen_http).is_local):
-        text = f"{path} is not shown beyond loopback: start the gateway with --public-metrics to allow it"
+        text = (
+            f"{path} is not shown beyond loopback: start the gateway with --public-metrics, or set public_metrics = true "
+            "in its [gateway] section"
+        )
         raise ApiError(403, text, code="not_public")
 
 
