@@ -41,6 +41,7 @@ from gateway.validate import (
     check_sampling,
     check_stream,
     check_top_logprobs,
+    constraints_of,
 )
 from meshkit.types import NO_LOGPROBS
 
@@ -52,7 +53,7 @@ async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamRe
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
     given = _given_ids(gateway, body)
-    sampling = _check(gateway, body)
+    sampling = _check(gateway, body, conversation.options)
     _refuse_missing(body, conversation)
     gateway.check_ready()
     prompt = await conversation.encode(gateway)
@@ -163,12 +164,14 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
     return Conversation(messages, options)
 
 
-def _check(gateway: Gateway, body: ChatRequest) -> Sampling:
+def _check(gateway: Gateway, body: ChatRequest, options: ChatOptions) -> Sampling:
     """Everything that needs no text."""
     if body.modalities and body.modalities != ["text"]:
         raise invalid("modalities", f"modalities = {body.modalities}: this model writes text only")
     if body.audio is not None:
         raise invalid("audio", "audio: this model writes text only")
+    if options.tool_choice in ("required", "named") and (given := constraints_of(body)):
+        raise invalid(given[0], f"{given[0]} and a tool_choice that asks for a call cannot both shape the answer")
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs without logprobs: set logprobs to true or leave it out")

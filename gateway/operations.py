@@ -127,8 +127,8 @@ def _check_local(gateway: Gateway, path: str) -> None:
     config = gateway.config
     if not (config.public_metrics or parse_address(config.listen_http).is_local):
         text = (
-            f"{path} is not shown beyond loopback: start the gateway with --public-metrics, or set public_metrics = true "
-            "in its [gateway] section"
+            f"{path} is not shown beyond loopback: start the gateway with --public-metrics, or set "
+            "public_metrics = true in its [gateway] section"
         )
         raise ApiError(403, text, code="not_public")
 

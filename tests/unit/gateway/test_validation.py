@@ -153,6 +153,7 @@ async def test_messages_name_value_and_range(served):
         (CHAT, {"tools": [TOOL], "messages": []}, "messages"),
         (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
         (GENERATE, {"sampling_params": {"logit_bias": {"5": 101}}}, "sampling_params.logit_bias"),
     ],
