@@ -1,5 +1,6 @@
 """A small HTTP server in a thread that answers like a mesh, for the commands that talk to one."""
 
+import contextlib
 import json
 import threading
 import time
@@ -94,8 +95,9 @@ def server() -> Iterator[Script]:
             self._chunk(b"")
 
         def _chunk(self, data: bytes) -> None:
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-            self.wfile.flush()
+            with contextlib.suppress(ConnectionError):  # who asked may be gone
+                self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+                self.wfile.flush()
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True
