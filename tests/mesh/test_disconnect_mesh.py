@@ -20,7 +20,7 @@ from meshkit.channel import open_channel
 from meshkit.testing import until
 
 STREAMS, LEAVING = 16, 8
-TOKENS = 150  # with its prompt less than a page of 256: what a request owns stays the same while it runs
+TOKENS = 100  # with its prompt less than a page of 256: what a request owns stays the same while it runs
 POOLS = ("pages", "slots", "tails")
 PROMISE_S = 0.25  # beside two steps
 SLACK = 3.0  # a machine that runs other tests at the same time
