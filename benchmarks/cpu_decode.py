@@ -20,7 +20,7 @@ PROMPT = "Once upon a time there was a kind child called Mia who lived near the 
 TOKENS = 192
 ROUNDS = 5
 RUN_S = 8.0  # the longest a single run may take
-PART_S = 50.0  # no new round of a part starts after that
+PART_S = 42.0  # no new round of a part starts after that
 ALL_CORES = torch.get_num_threads()
 
 
