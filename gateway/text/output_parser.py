@@ -12,44 +12,18 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.text import prompt as markers
 from gateway.text.chat_messages import ToolSpec
+from gateway.text.deltas import CallPiece as CallPiece
+from gateway.text.deltas import Delta as Delta
+from gateway.text.deltas import Kind as Kind
 from gateway.text.detokenizer import IncrementalDetokenizer
 from gateway.text.stop_strings import StopScanner, StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.tool_calls import Event, ToolCallParser
 from gateway.text.tool_tags import MARK
-
-Kind = Literal["reasoning", "content", "tool_call"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallPiece:
-    """Which tool call a delta belongs to: the `index`-th of the output. It begins with this delta, or ends, or both."""
-
-    index: int
-    id: str
-    name: str
-    opens: bool = False
-    closes: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of output text, not empty unless it opens or closes a tool call; of a call, a piece of its arguments.
-
-    `tokens` are the positions (0 is the first output id) of the tokens whose text begins in this piece, `logprobs` the
-    entries pushed with them. Tokens without visible text (markers, trimmed newlines, special ids) and those of tool
-    calls appear in no delta.
-    """
-
-    kind: Kind
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[Any, ...] = ()
-    call: CallPiece | None = None
 
 
 class _Waiting(NamedTuple):
@@ -110,9 +84,11 @@ class OutputParser:
         self._scanner = StopScanner(stop if isinstance(stop, StopStrings) else StopStrings(stop))
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._whole = tokenizer.whole_texts
+        self._marks = self._hidden | self._stop_ids | {self._think, self._end_think}
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._trimming = fresh_turn and not raw
-        self._newlines = ""
+        self._newlines = 0  # of reasoning, held back
         self._length = 0
         self._released = 0
         self._waiting: deque[_Waiting] = deque()
@@ -137,6 +113,8 @@ class OutputParser:
 
     def push(self, ids: Sequence[int], entries: Sequence[Any] | None = None) -> list[Delta]:
         """Text released by these ids. `entries`, one an id, come back on the delta that has the token's text."""
+        if len(ids) == 1 and (delta := self._plain(ids[0], None if entries is None else entries[0])) is not None:
+            return [delta]
         for index, token_id in enumerate(ids):
             if self.matched_stop is not None:
                 break
@@ -145,13 +123,31 @@ class OutputParser:
             self._take(token_id, position, None if entries is None else entries[index])
         return self._deltas()
 
+    def _plain(self, token_id: int, entry: Any) -> Delta | None:
+        """The short way of most tokens: whole text while nothing is held back. None if it must go the long way."""
+        text = self._whole.get(token_id)
+        if not text or token_id in self._marks or self._waiting or self._trimming or self._detokenizer.pending:
+            return None
+        if self._tools is not None or self.matched_stop is not None:
+            return None
+        if self._kind == "reasoning":
+            if self._newlines or text[-1] == "\n":
+                return None
+            self.reasoning_tokens += 1
+        elif not self._scanner.passes(text):
+            return None
+        self._length += len(text)
+        self._released = self._length
+        self.kept_ids += 1
+        return Delta(self._kind, text, (self.kept_ids - 1,), (entry,))
+
     def finish(self) -> list[Delta]:
         """End of the output: what was held back comes out, an unfinished character is dropped."""
         if self.matched_stop is None:
             self._flush_tools()
             if self._kind == "reasoning":
-                self._emit(self._newlines)
-                self._newlines = ""
+                self._emit("\n" * self._newlines)
+                self._newlines = 0
             elif self._kind == "content":
                 self._emit(self._scanner.finish())
         self._waiting.clear()
@@ -199,16 +195,17 @@ class OutputParser:
 
     def _start_part(self, kind: Kind) -> None:
         self._kind = kind
-        self._newlines = ""
+        self._newlines = 0
         self._waiting.clear()
         self._length = self._released = 0
 
     def _reasoning_text(self, text: str) -> None:
         """Release all but the newlines at the end, which `</think>` may follow."""
-        whole = self._newlines + text
-        kept = whole.rstrip("\n")
-        self._newlines = whole[len(kept) :]
-        self._emit(kept)
+        kept = text.rstrip("\n")
+        if kept:
+            self._emit("\n" * self._newlines + kept)
+            self._newlines = 0
+        self._newlines += len(text) - len(kept)
 
     def _content_text(self, text: str) -> None:
         safe, match = self._scanner.feed(text, armed=self.kept_ids >= self._min_tokens)
