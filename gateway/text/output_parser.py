@@ -128,14 +128,14 @@ class OutputParser:
         text = self._whole.get(token_id)
         if not text or token_id in self._marks or self._waiting or self._trimming or self._detokenizer.pending:
             return None
-        if self._tools is not None or self.matched_stop is not None:
+        if self.matched_stop is not None:
             return None
-        if self._kind == "reasoning":
-            if self._newlines or text[-1] == "\n":
-                return None
-            self.reasoning_tokens += 1
-        elif not self._scanner.passes(text):
+        reasoning = self._kind == "reasoning"
+        if (self._newlines or text[-1] == "\n") if reasoning else not self._scanner.passes(text):
             return None
+        if self._tools is not None and (self._fed or token_id == self._dsml or not self._tools.passes(text)):
+            return None
+        self.reasoning_tokens += reasoning
         self._length += len(text)
         self._released = self._length
         self.kept_ids += 1

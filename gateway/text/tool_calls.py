@@ -56,6 +56,13 @@ class ToolCallParser:
         """In a block or behind it: no text is prose any more."""
         return self._state != "prose"
 
+    def passes(self, text: str) -> bool:
+        """Whether a piece is prose as it stands, with nothing held back before it; then it counts as fed."""
+        if self._state != "prose" or self._newlines or self._at < len(self._text) or "<" in text or "\n" in text:
+            return False
+        self._base += len(text)
+        return True
+
     def feed(self, text: str) -> list[Event]:
         """Take a piece of text."""
         self._base += self._at
