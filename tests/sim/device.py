@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from meshkit.types import PAGE_TOKENS
 from tests.sim.reference import START_DIGEST, Sampler, fold, new_sampler
+from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import SlotTable
 from worker_svc.core.work import CopyWork, RowOutcome, RowWork, StepOutcome, StepWork, TailWork
 
@@ -59,12 +60,14 @@ class Device:
         self.pages = [Page() for _ in range(table.pools.pages * table.pools.ranks)]
         self.tails: list[tuple[int, int]] = [(0, -1)] * (table.pools.tails * table.pools.ranks)
         self.places: dict[int, Place] = {}
+        self.resident = ResidentSlots()
 
     def run(self, work: StepWork, parked: set[int]) -> StepOutcome:
         """Execute a step; rows whose index is in `parked` sample nothing."""
         for init in work.inits:
             sampler = new_sampler(init.seed, init.choice, init.params, init.emitted, init.prompt)
             self.places[init.slot] = Place(sampler, {0: START_DIGEST})
+            self.resident.init(init)
         for copy in work.copies:
             self._copy(copy)
         for load in work.tail_loads:
@@ -72,16 +75,17 @@ class Device:
             if pos != load.pos:
                 raise Violation("tail", f"slot {load.slot} loads tail {load.tail} at {load.pos}; it holds {pos}")
             self.places[load.slot].ring = {pos: digest}
-        for row in work.rows:
-            self._forward(row)
+        rows = [self.resident.resolve(row) for row in work.rows]
+        for row in rows:
+            if row is not None:
+                self._forward(row)
         for save in work.saves:
             self._save(save)
-        return StepOutcome(rows=tuple(self._sample(row, i in parked) for i, row in enumerate(work.rows)))
-
-    def refresh(self, saves: tuple[TailWork, ...]) -> None:
-        """Save tails after sampling."""
-        for save in saves:
-            self._save(save)
+        outcomes = [RowOutcome(()) if row is None else self._sample(row, i in parked) for i, row in enumerate(rows)]
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if row is not None and (pos := self.resident.advance(row, outcome.tokens)):
+                self._save(TailWork(row.slot, pos, row.spare))
+        return StepOutcome(rows=tuple(outcomes))
 
     def published(self, page: int) -> int:
         """Check that a page just published is whole; returns the digest at its end."""
@@ -97,6 +101,7 @@ class Device:
 
     def _copy(self, copy: CopyWork) -> None:
         self.places[copy.dst].ring = dict(self.places[copy.src].ring)
+        self.resident.copy(copy.src, copy.dst)
         if copy.src_page >= 0:
             self.pages[copy.dst_page] = self.pages[copy.src_page].clone()
 

@@ -27,7 +27,7 @@ from tests.sim.checker import Checker
 from tests.sim.device import Device, Violation
 from tests.sim.reference import EOS, KV_LAYOUT, MODEL_REVISION, VOCAB, namespace
 from tests.sim.scenario import Fault, RequestSpec, Scenario, generator
-from worker_svc.core.effects import Ran, Refresh, Run
+from worker_svc.core.effects import Ran, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 
@@ -70,6 +70,8 @@ class Process:
         self.slow = 1.0
         self.core: Any = None
         self.device: Device | None = None
+        self.device_free_ns = 0  # when it will have done all steps launched so far
+        self.failed_era = -1  # no further step of this era happens
         self.inbox: deque[Any] = deque()
         self.wish_ns = -1
         self.streams: dict[int, Stream] = {}
@@ -98,6 +100,7 @@ class Process:
             )
             self.core = SlotMachine(config, world.rng_network)
             self.device = Device(self.core.table)
+            self.device_free_ns, self.failed_era = 0, -1
             self.seen_pages = {}
         else:
             self.core = Journal(
@@ -247,9 +250,6 @@ class World:
             self.checker.counted(process, effect)
         elif isinstance(effect, Run):
             self._run(process, effect)
-        elif isinstance(effect, Refresh):
-            assert process.device is not None
-            process.device.refresh(effect.saves)
         elif isinstance(effect, (Emit, Ended, Refused)):
             self._client(process, effect)
         elif isinstance(effect, Dial):
@@ -268,22 +268,24 @@ class World:
     def _run(self, process: Process, effect: Run) -> None:
         work, epoch, rng = effect.work, process.epoch, self.rng_device
         knobs = self.scenario.knobs
-        tokens = sum(len(row.ids) for row in work.rows)
+        tokens = sum(len(row.ids) or 1 for row in work.rows)
         duration = (knobs.step_ms * rng.uniform(0.7, 1.3) + 0.02 * tokens) * process.slow
         parked = {i for i in range(len(work.rows)) if knobs.park and rng.random() < knobs.park}
         fails = bool(knobs.step_error) and rng.random() < knobs.step_error
         self.faults_fired += fails
+        process.device_free_ns = max(self.now_ns, process.device_free_ns) + int(duration * MS)
 
         def done() -> None:
             if process.epoch != epoch or not process.alive:
                 return
             assert process.device is not None
-            if fails:
+            if fails or process.failed_era == effect.era:
+                process.failed_era = effect.era
                 process.deliver(Ran(None, "simulated"))
             else:
                 process.deliver(Ran(process.device.run(work, parked)))
 
-        self.after(duration, done)
+        self.at(process.device_free_ns, done)
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 

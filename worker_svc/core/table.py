@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from meshkit.frames import PublishedPage
 from meshkit.types import PAGE_TOKENS, ModelInfo, RequestId, SamplingParams
+from worker_svc.core.work import RowWork
 
 LAST_IDS = 128
 """How many sampled ids a slot remembers for its dump."""
@@ -37,7 +38,10 @@ class PoolConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """One choice being served. (length, next) = committed tokens and the token to feed at position length."""
+    """One choice being served. (length, next) = committed tokens and the token to feed at position length.
+
+    Both are as booked; `fed` is the length that the steps launched since will lead to at most.
+    """
 
     slot: int
     gen: int
@@ -50,11 +54,14 @@ class Slot:
     n_emitted: int
     last_ids: deque[int]
     pages: list[int]
+    fed: int = 0
+    sampling: int = 0  # launched steps that sample for it and are not booked yet
     next: int = -1  # -1: the prompt is not through yet
     finished: bool = False
     spare: int = -1
     spare_pos: int = 0  # 0: the spare holds nothing
     fresh_from: int = 0  # window rows below do not exist: start of an exact replay, else 0
+    decode: RowWork | None = None  # its decode row, while nothing that stands there changes
 
 
 class SlotTable:
@@ -77,6 +84,11 @@ class SlotTable:
         if found is None:
             raise FrameError("slot_unknown", f"{field} names slot {number}, which is free; send slot_init first")
         return found
+
+    def settle(self) -> None:
+        """Nothing is under way any more: what was launched and not booked did not happen."""
+        for slot in self.slots.values():
+            slot.fed, slot.sampling = slot.length, 0
 
     def check_range(self, number: int, size: int, field: str) -> None:
         """Raise unless 0 <= number < ranks * size."""
@@ -151,4 +163,4 @@ class SlotTable:
         self.tails[tail] = page
         for slot in self.slots.values():
             if slot.spare == tail:
-                slot.spare, slot.spare_pos = -1, 0
+                slot.spare, slot.spare_pos, slot.decode = -1, 0, None
