@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from meshkit.types import PAGE_TOKENS
 
 KEY_BYTES = 16
+NAMESPACE_BYTES = 32
 ROOT_KEY = b"\0" * KEY_BYTES
 """Parent of a sequence's first page."""
 
@@ -33,7 +34,7 @@ def namespace_key(
     `tenant` is the API key's, never the caller's word; `cache_salt` can only narrow it. With a `secret` (<= 64 bytes)
     of the mesh, nobody outside it can compute keys offline.
     """
-    digest = hashlib.blake2b(digest_size=32, key=secret, person=b"v4mesh namespace")
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES, key=secret, person=b"v4mesh namespace")
     for text in (tenant, cache_salt, model_revision, kv_layout_id, adapter):
         digest.update(_field(text.encode()))
     return digest.digest()

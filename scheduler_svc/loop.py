@@ -12,7 +12,7 @@ from meshkit.obs import Metrics, Tracing
 from meshkit.shell import Context, Peer, Shell
 from meshkit.wire import Link
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Drain, Drained, Flush
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.spans import RequestSpans
 
@@ -56,6 +56,14 @@ class SchedulerLoop:
     def drain(self) -> None:
         """Stop admitting; accepted requests go on."""
         self.shell.post(Drain())
+
+    def flush(self) -> tuple[int, int]:
+        """Empty the prefix cache unless requests are open. Returns (pages given back, open requests)."""
+        load = self.core.load()
+        if load["requests"]:
+            return 0, load["requests"]
+        self.shell.post(Flush())
+        return load["pages_cached"], 0
 
     async def finish(self) -> None:
         """Drain, wait until nothing runs, say Bye on every stream."""

@@ -1,11 +1,16 @@
 """Recounts: every pool, reference and list against what the tables say. For tests, the simulator and GetLoad."""
 
 from collections import Counter
+from collections.abc import Iterator
 
-from meshkit.types import PAGE_TOKENS, FinishReason
-from scheduler_svc.core.finish import tails_of
+import numpy as np
+
+from meshkit.types import FinishReason
+from scheduler_svc.core import rebuild
 from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.prefix import Hold
 from scheduler_svc.core.request import Phase, Seq, pages_for
+from scheduler_svc.core.seal import tails_of
 from scheduler_svc.core.state import Rank, State, Worker
 
 
@@ -33,53 +38,61 @@ def check(st: State) -> None:
         assert st.conns[worker.conn].owner is worker, "an attached worker owns its stream"
         for rank in worker.ranks:
             _check_rank(st, worker, rank)
-        _check_published(worker)
+        _check_pending(worker)
         assert len(worker.inflight) <= st.limits.depth, "more frames in flight than the depth"
+    rebuild.check(st.index, holds(st))
     _check_seqs(st)
 
 
 def _check_rank(st: State, worker: Worker, rank: Rank) -> None:
-    pages: Counter[int] = Counter()
-    tails: Counter[int] = Counter()
-    slots: Counter[int] = Counter()
+    pages: list[int] = []
+    tails: list[int] = []
+    slots: list[int] = []
     for seq in (*worker.running, *worker.preempting):
         if seq.rank == rank.index:
-            pages.update(seq.pages)
-            tails.update(tails_of(seq))
-            slots.update([seq.slot] if seq.slot >= 0 else [])
+            pages += seq.pages
+            tails += tails_of(seq)
+            slots += [seq.slot] if seq.slot >= 0 else []
     for closing in worker.closing:
         if closing.rank is rank:
-            pages.update(closing.pages)
-            tails.update(closing.tails)
-            slots[closing.slot] += 1
+            pages += closing.pages
+            tails += closing.tails
+            slots.append(closing.slot)
     for orphan in worker.orphans.values():
         if orphan.rank is rank:
-            pages.update(orphan.pages)
-            tails.update(t for t in (orphan.spare, orphan.base) if t >= 0)
-            slots[orphan.slot] += 1
-    kept_pages: Counter[int] = Counter()
-    kept_tails: Counter[int] = Counter()
-    for seq in rank.keepers:
-        kept = seq.kept
-        assert kept is not None and kept.worker == worker.name and kept.rank == rank.index, "a keeper keeps here"
-        assert seq.phase is Phase.QUEUED and len(kept.pages) * PAGE_TOKENS == kept.pos, "kept pages end at the tail"
-        kept_pages.update(kept.pages)
-        kept_tails[kept.tail] += 1
-    rank.pages.recount(pages, kept_pages)
-    rank.tails.recount(tails, kept_tails)
-    rank.slots.recount(slots, {})
-    assert all(n == 1 for n in slots.values()), "a slot has two owners"
+            pages += orphan.pages
+            tails += [orphan.spare] if orphan.spare >= 0 else []
+            slots.append(orphan.slot)
+    there = st.index.pools.get(rank.pool)
+    assert (there is not None) == worker.serving, "a serving rank has a pool in the index"
+    rank.slots.recount(slots, ())
+    assert len(set(slots)) == len(slots), "a slot has two owners"
+    if there is None:
+        rank.pages.recount(pages, ())
+        rank.tails.recount(tails, ())
+        return
+    cached = there.trie.page[there.trie.page >= 0].tolist()
+    rank.pages.recount(pages, cached)
+    rank.tails.recount(tails, (np.flatnonzero(there.tails.row >= 0) + there.tails.base).tolist())
+    assert there.trie.idle <= rank.pages.cached, "an idle page is in use"
 
 
-def _check_published(worker: Worker) -> None:
-    assert len(worker.published) == len(worker.by_key), "a page key is published twice"
-    for page, key in worker.published.items():
-        pool = worker.ranks[page // worker.hello.pages].pages
-        assert worker.by_key[key] == page, "key map and page map differ"
-        assert pool.run[page - pool.base] or pool.kept[page - pool.base], "a published page is nobody's"
-    for tail in worker.published_tails:
-        pool = worker.ranks[tail // worker.hello.tails].tails
-        assert pool.run[tail - pool.base] or pool.kept[tail - pool.base], "a published tail is nobody's"
+def _check_pending(worker: Worker) -> None:
+    """What is to be published or retired with the next frame."""
+    assert not set(worker.publishes) & set(worker.retire_pages), "a page is published and retired at once"
+    assert not set(worker.publish_tails) & set(worker.retire_tails), "a tail is published and retired at once"
+    for what, places in (("page", worker.retire_pages), ("tail", worker.retire_tails)):
+        assert len(set(places)) == len(places), f"a {what} is retired twice"
+
+
+def holds(st: State) -> Iterator[Hold]:
+    """Everything that refers to the index."""
+    for worker in st.workers.values():
+        for seq in (*worker.running, *worker.preempting):
+            if seq.hold is not None:
+                yield seq.hold
+        yield from (closing.hold for closing in worker.closing)
+        yield from (orphan.hold for orphan in worker.orphans.values())
 
 
 def _check_seqs(st: State) -> None:
@@ -118,4 +131,6 @@ def _check_seq(seq: Seq, flying: int) -> None:
     assert seq.phase is Phase.FORKING or len(seq.pages) >= pages_for(seq.fed), "fed beyond its pages"
     assert seq.length <= seq.fed, "committed more than was fed"
     assert seq.length < seq.total, "the last id has no KV yet"
+    if seq.phase is not Phase.FORKING:
+        assert seq.hold is not None and seq.sealed <= len(seq.pages), "more pages published than it has"
     assert len(seq.pages) <= max(seq.most_pages, pages_for(seq.total)), "more pages than it can ever need"

@@ -71,7 +71,7 @@ def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], l
         st.fault("unexpected_row_state")
         finish.requeue(st, seq)
         return
-    if seq.chain_open and seq.length // PAGE_TOKENS > seq.sealed:
+    if seq.length // PAGE_TOKENS > seq.sealed:
         worker.sealing.append(seq)
 
 

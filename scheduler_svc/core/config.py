@@ -20,6 +20,7 @@ class SchedulerLimits:
     max_choices: int = 128
     bypass: int = 32  # admissions that may pass one waiting choice whose KV does not fit yet
     scan: int = 64  # waiting choices looked at per frame
+    prefix_cache: bool = True  # share pages between requests
 
     heartbeat_ms: int = 500
     dead_ms: int = 2_000  # a peer that says nothing for so long is dead

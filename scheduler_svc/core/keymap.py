@@ -36,7 +36,7 @@ def key_bytes(columns: I64) -> list[bytes]:
 class KeyMap:
     """The keys of rows 0..rows-1 and a table of at least twice as many places."""
 
-    __slots__ = ("_mask", "_table_view", "_words_view", "gone", "table", "used", "words")
+    __slots__ = ("_mask", "_table_view", "gone", "table", "used", "words", "words_view")
 
     def __init__(self, rows: int) -> None:
         size = 1 << max(4, (2 * rows - 1).bit_length())
@@ -46,7 +46,7 @@ class KeyMap:
         self.used = 0
         self.gone = 0
         self._table_view = self.table.data
-        self._words_view = self.words.data
+        self.words_view = self.words.data
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +54,7 @@ class KeyMap:
 
     def find(self, low: int, high: int) -> int:
         """Row of one key, -1 if there is none."""
-        table, words, mask = self._table_view, self._words_view, self._mask
+        table, words, mask = self._table_view, self.words_view, self._mask
         at = low & mask
         while True:
             row = table[at]
@@ -78,6 +78,17 @@ class KeyMap:
             if self.gone:
                 self.gone -= int(np.count_nonzero(there[won] == GONE))
             rows, places = rows[~won], (places[~won] + 1) & self._mask
+
+    def insert_one(self, row: int, low: int, high: int) -> None:
+        """Add one key that is not there yet."""
+        table, mask = self._table_view, self._mask
+        self.words_view[row, 0], self.words_view[row, 1] = low, high
+        at = low & mask
+        while table[at] >= 0:
+            at = (at + 1) & mask
+        self.gone -= table[at] == GONE
+        self.used += 1
+        table[at] = row
 
     def delete(self, rows: I32) -> None:
         """Remove the keys of these rows, which must be there."""

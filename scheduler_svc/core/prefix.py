@@ -1,21 +1,20 @@
-"""The prefix cache's index over all pools: match, hold, publish, evict, explain, dump and rebuild.
+"""The prefix cache's index over all pools: match, hold, publish, evict.
 
 A pool is the memory of one rank of one worker group; the same key may be published in several. What a running request
 holds (matched pages, pages it published, their twins) is a `Hold`; holds of a dropped pool are void. Which option a
-request takes is decided in `reuse.py`; page and tail numbers are the ledger's to hand out and to take back.
+request takes is decided in `reuse.py`; page and tail numbers are the ledger's to hand out and to take back;
+`rebuild.py` fills a pool from a dump and recounts it, `explain.py` says why a prompt missed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshkit.frames import PublishedPage, PublishedTail
 from meshkit.types import PAGE_TOKENS
-from scheduler_svc.core.keymap import I32, I64, key_bytes, key_columns
-from scheduler_svc.core.tails import INTERVAL_TOKENS, NO_TAIL, Reason, TailIndex
+from scheduler_svc.core.keymap import I32, I64, key_columns
+from scheduler_svc.core.tails import NO_TAIL, TailIndex
 from scheduler_svc.core.trie import BASE, LOWER, NO_ROW, Bits, PageTrie
 
 PoolId = tuple[str, int]
@@ -63,22 +62,6 @@ class Published:
     pages: list[int]  # the published page of each key: the twin's or the caller's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a prompt was served as far as it was, in one pool. Indices and counts in pages."""
-
-    pool: PoolId
-    asked: int
-    present: int  # leading pages with all base classes in L1
-    servable: int
-    why: str  # hit, unknown, page_missing, page_evicted, class_missing, lower_tier, no_tail, tail_evicted
-    first_missing: int = -1  # index of the first page that is not in L1
-    missing_key: bytes = b""
-    missing_classes: tuple[str, ...] = ()
-    tier: str = ""  # where what is missing could be loaded from
-    idle: int = 0  # pages there that nobody refers to
-
-
 @dataclass(slots=True)
 class Counters:
     """Running totals; pages unless said otherwise."""
@@ -99,7 +82,9 @@ class Counters:
 
 
 @dataclass(slots=True, eq=False)
-class _Pool:
+class Pool:
+    """Pages and tails of one rank. `generation` tells it from an earlier one of the same name."""
+
     generation: int
     trie: PageTrie
     tails: TailIndex
@@ -109,7 +94,7 @@ class _Pool:
 class PrefixIndex:
     """See the module's docstring. Times are integers that never decrease, of any unit."""
 
-    pools: dict[PoolId, _Pool] = field(default_factory=dict)
+    pools: dict[PoolId, Pool] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     generation: int = 0
 
@@ -122,14 +107,15 @@ class PrefixIndex:
         assert pool not in self.pools, "a pool is dropped before it comes back"
         self.generation += 1
         trie = PageTrie(first_page, pages, ghosts)
-        self.pools[pool] = _Pool(self.generation, trie, TailIndex(trie, first_tail, tails))
+        self.pools[pool] = Pool(self.generation, trie, TailIndex(trie, first_tail, tails))
 
     def drop_pool(self, pool: PoolId) -> None:
         """The rank is gone, and with it all pages, tails and holds, whatever the number."""
         if self.pools.pop(pool, None) is not None:
             self.counters.pools_dropped += 1
 
-    def _of(self, hold: Hold | Match) -> _Pool | None:
+    def of(self, hold: Hold | Match) -> Pool | None:
+        """Its pool, None if that has been dropped since."""
         pool = self.pools.get(hold.pool)
         return pool if pool is not None and pool.generation == hold.generation else None
 
@@ -150,21 +136,24 @@ class PrefixIndex:
         if not n:
             return Match(pool, there.generation, rows, 0, 0, NO_TAIL, 0, 0)
         bits = trie.bits[rows]
-        base = _leading(bits & BASE, BASE)
-        tail_pages, tail = _last(bits[:base] & _TAIL), NO_TAIL
+        base, anything = n, int(np.bitwise_or.reduce(bits))
+        if int(np.bitwise_and.reduce(bits)) & BASE != BASE:
+            base = int(((bits & BASE) != BASE).argmax())
+        tail_pages, tail = (_last_tail(bits[:base], _TAIL) if anything & _TAIL else 0), NO_TAIL
         if tail_pages:
             tail = int(trie.tail[rows[tail_pages - 1]])
         lower_base, lower_tail = base, tail_pages
-        if np.bitwise_or.reduce(bits) & LOWER:
-            lower_base = _leading((bits | bits >> 4 | bits >> 8) & BASE, BASE)
-            lower_tail = _last(bits[:lower_base] & _ANY_TAIL)
+        if anything & LOWER:
+            somewhere = ((bits | bits >> 4 | bits >> 8) & BASE) == BASE
+            lower_base = n if somewhere.all() else int(somewhere.argmin())
+            lower_tail = _last_tail(bits[:lower_base], _ANY_TAIL)
         counters.matched += base
         counters.servable += tail_pages
         return Match(pool, there.generation, rows, base, tail_pages, tail, lower_base, lower_tail)
 
     def acquire(self, match: Match, pages: int, tail: int, now: int) -> Hold:
         """Hold the leading pages of a match just made, and the tail to be loaded (NO_TAIL: none)."""
-        there = self._of(match)
+        there = self.of(match)
         assert there is not None and pages <= match.base, "a match is acquired before anything else changes"
         rows = match.rows[:pages]
         there.trie.acquire(rows, now)
@@ -210,7 +199,7 @@ class PrefixIndex:
 
     def release_tail(self, hold: Hold) -> None:
         """The frame that loads the tail has been sent: frames run in order, so later ones may overwrite it."""
-        there = self._of(hold)
+        there = self.of(hold)
         if there is not None and hold.tail != NO_TAIL:
             there.tails.release(hold.tail)
         hold.tail = NO_TAIL
@@ -218,7 +207,7 @@ class PrefixIndex:
     def release(self, hold: Hold, now: int) -> None:
         """The choice has left its slot: what it held stays cached until it is evicted."""
         self.release_tail(hold)
-        there = self._of(hold)
+        there = self.of(hold)
         if there is not None:
             there.trie.release(hold.rows, now)
         hold.rows = _NO_ROWS
@@ -259,148 +248,10 @@ class PrefixIndex:
         self.counters.tails_evicted += len(out)
         return out
 
-    # ---- telling ----
 
-    def explain(self, pool: PoolId, columns: I64, limit: int) -> Explanation:
-        """Where and why a prompt stops being served from this pool. Counts nothing."""
-        saved = Counters(**{name: getattr(self.counters, name) for name in Counters.__slots__})
-        match = self.match(pool, columns, limit)
-        self.counters = saved
-        trie = self.pools[pool].trie
-        asked = min(limit, len(columns))
-        why, tier = "hit", ""
-        classes: tuple[str, ...] = ()
-        missing = match.base if match.base < asked else -1
-        if match.tail_pages < match.base:
-            row = int(match.rows[match.base - 1])
-            why = "tail_evicted" if trie.bits[row] & int(Bits.HAD_TAIL) else "no_tail"
-            tier = _tier(int(trie.bits[row]), int(Bits.TAIL))
-        elif missing >= 0:
-            why, classes, tier = _why_missing(trie, match, columns)
-        return Explanation(
-            pool=pool,
-            asked=asked,
-            present=match.base,
-            servable=match.tail_pages,
-            why=why,
-            first_missing=missing,
-            missing_key=key_bytes(columns[missing : missing + 1])[0] if missing >= 0 else b"",
-            missing_classes=classes,
-            tier=tier,
-            idle=trie.idle,
-        )
-
-    def dump(self, pool: PoolId) -> tuple[list[PublishedPage], list[PublishedTail]]:
-        """Everything published in a pool, parents before children."""
-        there = self.pools[pool]
-        trie, tails = there.trie, there.tails
-        rows = np.flatnonzero(trie.page >= 0)
-        rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        parents = trie.parent[rows]
-        parent_pages = np.where(parents >= 0, trie.page[parents], -1)
-        columns = zip(
-            trie.page[rows].tolist(),
-            trie.gen[rows].tolist(),
-            parent_pages.tolist(),
-            key_bytes(trie.keys.words[rows]),
-            strict=True,
-        )
-        live = np.flatnonzero(tails.row >= 0)
-        places = zip((live + tails.base).tolist(), trie.page[tails.row[live]].tolist(), strict=True)
-        return [PublishedPage(*c) for c in columns], [PublishedTail(*p) for p in places]
-
-    def rebuild(
-        self, pool: PoolId, pages: Sequence[PublishedPage], tails: Iterable[PublishedTail], now: int
-    ) -> tuple[list[int], list[int]]:
-        """Fill an empty pool from a worker's dump. Returns (pages, tails) not taken: to be retired and freed.
-
-        Numbers are in the pool's range (the dump has been checked). Nobody holds anything yet: `adopt` the chains of
-        running choices next. Why a tail was kept is not in a dump; it is guessed from where it lies.
-        """
-        there = self.pools[pool]
-        trie = there.trie
-        numbers = np.array([p.page for p in pages], np.int32)
-        taken = trie.load(
-            key_columns([p.key for p in pages]),
-            np.array([p.parent for p in pages], np.int32),
-            numbers,
-            np.array([p.page_gen for p in pages], np.int64),
-            now,
-        )
-        stands_for = {p.page: p.key for p, ok in zip(pages, taken.tolist(), strict=True) if not ok}
-        spare: list[int] = []
-        for tail in tails:
-            row = int(trie.row_of_page[tail.page - trie.base])
-            if row < 0 and tail.page in stands_for:
-                low, high = key_columns([stands_for[tail.page]])[0].tolist()
-                row = trie.keys.find(low, high)
-            if row < 0 or not there.tails.attach(tail.tail, row, _guess(trie, row), now):
-                spare.append(tail.tail)
-        return numbers[~taken].tolist(), spare
-
-    def adopt(self, pool: PoolId, pages: Sequence[int], now: int) -> Hold:
-        """Hold the published pages that a running choice starts with, after a rebuild: up to the first private one."""
-        there = self.pools[pool]
-        trie = there.trie
-        rows = trie.row_of_page[np.array(pages, np.int32) - trie.base]
-        above = np.concatenate((np.array([NO_ROW], np.int32), rows[:-1]))
-        good = (rows >= 0) & (trie.parent[rows] == above)
-        rows = rows[: len(rows) if good.all() else int(good.argmin())]
-        trie.acquire(rows, now)
-        return Hold(pool, there.generation, rows)
-
-    def check(self, holds: Iterable[Hold]) -> None:
-        """Full recount against all holds there are; AssertionError names the first difference."""
-        refs = {pool: np.zeros(len(there.trie.refs), np.int64) for pool, there in self.pools.items()}
-        tail_refs = {pool: np.zeros(there.tails.size, np.int64) for pool, there in self.pools.items()}
-        for hold in holds:
-            there = self._of(hold)
-            if there is None:
-                continue
-            refs[hold.pool][hold.rows] += 1
-            if hold.tail != NO_TAIL:
-                tail_refs[hold.pool][hold.tail - there.tails.base] += 1
-        for pool, there in self.pools.items():
-            there.trie.check()
-            there.tails.check()
-            live = there.trie.page >= 0
-            assert (there.trie.refs[live] == refs[pool][live]).all(), f"{pool}: references of a page are off"
-            assert (there.tails.refs == tail_refs[pool]).all(), f"{pool}: references of a tail are off"
-
-
-def _leading(values: NDArray[Any], wanted: int) -> int:
-    """How many leading values are the wanted one."""
-    good = values == wanted
-    return len(good) if np.count_nonzero(good) == len(good) else int(good.argmin())
-
-
-def _last(values: NDArray[Any]) -> int:
-    """One more than the index of the last value that is not zero; 0 if all are."""
-    there = np.flatnonzero(values)
+def _last_tail(bits: NDArray[np.uint16], wanted: int) -> int:
+    """Pages up to the last one with any of the wanted bits; 0 if none has them."""
+    if len(bits) and int(bits[-1]) & wanted:
+        return len(bits)
+    there = np.flatnonzero(bits & wanted)
     return int(there[-1]) + 1 if len(there) else 0
-
-
-def _tier(bits: int, wanted: int) -> str:
-    if bits >> 4 & wanted == wanted:
-        return "L2"
-    return "L3" if bits >> 8 & wanted == wanted else ""
-
-
-def _why_missing(trie: PageTrie, match: Match, columns: I64) -> tuple[str, tuple[str, ...], str]:
-    at = match.base
-    if at < len(match.rows):
-        bits = int(trie.bits[match.rows[at]])
-        tier = _tier(bits, BASE)
-        names = tuple(str(c.name) for c in (Bits.C4, Bits.C4_INDEX, Bits.C128) if not bits & c)
-        return ("lower_tier" if tier else "class_missing"), names, tier
-    if trie.was_evicted(int(columns[at, 0])):
-        return "page_evicted", (), ""
-    return ("page_missing" if at else "unknown"), (), ""
-
-
-def _guess(trie: PageTrie, row: int) -> int:
-    """Why a tail at this row is likely to have been kept."""
-    if trie.children[row] >= 2:
-        return int(Reason.BRANCH)
-    inner = trie.children[row] == 1
-    return int(Reason.INTERVAL if inner and (trie.depth[row] + 1) * PAGE_TOKENS % INTERVAL_TOKENS == 0 else Reason.TURN)

@@ -10,12 +10,14 @@ from enum import IntEnum
 
 from meshkit.frames import I32
 from meshkit.types import PAGE_TOKENS, FinishReason, RequestId, SamplingParams
+from scheduler_svc.core.keymap import I64
+from scheduler_svc.core.prefix import Hold
 
 
 class Phase(IntEnum):
     """Where a choice stands. Every state but DONE is left by progress, cancel or deadline."""
 
-    QUEUED = 0  # waits for admission; may keep pages of an earlier run
+    QUEUED = 0  # waits for admission; pages of an earlier run are in the prefix cache like anybody's
     FORKING = 1  # has a slot reserved and waits for its sibling's prefill
     PREFILL = 2
     DECODE = 3  # every frame from now on may sample
@@ -25,13 +27,20 @@ class Phase(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What a waiting choice keeps of its last run: full pages up to a tail from which it resumes."""
+class Saved:
+    """A tail that a chunk in flight or booked has saved; it belongs to the choice until its page is published."""
 
-    worker: str
-    rank: int
-    pages: list[int]
+    pos: int
     tail: int
+    reasons: int
+
+
+@dataclass(slots=True, eq=False)
+class Donor:
+    """Whose prefill a waiting choice waits for: until it has published a tail at `pos`."""
+
+    seq: "Seq"
+    gen: int
     pos: int
 
 
@@ -50,6 +59,7 @@ class Request:
     seed: int
     prompt: I32
     page_keys: tuple[bytes, ...]
+    namespace: bytes  # of its page keys: tenant, salt, model revision, KV layout
     arrival: int  # ordinal of the first Submit: order of service within a priority
     deadline_ns: int
     kills: int = 0
@@ -75,9 +85,11 @@ class Seq:
     phase: Phase = Phase.QUEUED
     finish: FinishReason = FinishReason.NONE
     error: tuple[str, str] = ("", "")
-    cached: int = 0  # prompt tokens resumed from a tail at its last placement
+    cached: int = 0  # prompt tokens that its last placement did not compute
     bypassed: int = 0
-    kept: Kept | None = None
+    donor: Donor | None = None  # QUEUED: the running prefill it waits for
+    wait_until_ns: int = 0  # ... at most until then; 0 = has not waited yet
+    columns: I64 | None = None  # keys of its full pages, as far as they were needed, for the index
     # placement: valid from FORKING to CLOSING
     worker: str = ""
     rank: int = 0
@@ -91,10 +103,10 @@ class Seq:
     planned_step: int = 0
     spare: int = -1
     spare_pos: int = 0
-    base: int = -1  # tail it can resume from until its spare is current
-    base_pos: int = 0
-    sealed: int = 0  # pages published or passed over
-    chain_open: bool = True  # all earlier pages are published under their own number
+    hold: Hold | None = None  # its published pages, twins included: the first of its chain
+    write_from: int = 0  # pages before this position are others', published: read, never written
+    points: list[tuple[int, int]] = field(default_factory=list)  # where its prefill saves tails: (position, reasons)
+    saved: list[Saved] = field(default_factory=list)
     gen_keys: list[bytes] = field(default_factory=list)  # keys of pages beyond the prompt's full ones
     forked: bool = False  # took over its leader's prefill
     leader: "Seq | None" = None  # FORKING: whose prefill it waits for
@@ -122,6 +134,11 @@ class Seq:
     @property
     def placed(self) -> bool:
         return Phase.FORKING <= self.phase <= Phase.DECODE
+
+    @property
+    def sealed(self) -> int:
+        """Leading pages that are published, under their own number or a twin's."""
+        return len(self.hold.rows) if self.hold is not None else 0
 
 
 def pages_for(tokens: int) -> int:

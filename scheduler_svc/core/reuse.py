@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from meshkit.types import PAGE_TOKENS
+from scheduler_svc.core.keymap import I64
 from scheduler_svc.core.prefix import Match, PoolId
 from scheduler_svc.core.tails import NO_TAIL
 
@@ -107,6 +108,13 @@ def choose(
     options = [decide(match, tokens, prices, share=share) for match in matches]
     at = min(range(len(options)), key=lambda i: (options[i].price_ns + waits_ns[i], -options[i].start, i))
     return options[at]
+
+
+def shared_pages(one: I64, other: I64) -> int:
+    """Leading pages that two chains of keys have in common: where the later one leaves, a tail serves both."""
+    n = min(len(one), len(other))
+    same = (one[:n] == other[:n]).all(axis=1)
+    return n if same.all() else int(same.argmin())
 
 
 def _cheaper(old: Decision, new: Decision) -> Decision:

@@ -23,9 +23,13 @@ from meshkit.frames import (
     StopRows,
     WorkerHello,
 )
-from scheduler_svc.core import adopt, attach, audit, finish, plan
+from meshkit.types import PAGE_TOKENS
+from scheduler_svc.core import admit, adopt, attach, audit, finish, plan, room
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Drain, Drained, Flush
+from scheduler_svc.core.explain import Explanation, explain
+from scheduler_svc.core.keymap import key_columns
+from scheduler_svc.core.reuse import Decision, decide
 from scheduler_svc.core.state import MS, Conn, Gateway, State, Worker
 from scheduler_svc.core.submit import dumps_done, submit
 
@@ -63,6 +67,18 @@ class Scheduler:
         """Totals and gauges as GetLoad reports them."""
         return {**self._st.counters, **audit.gauges(self._st)}
 
+    def explain(self, keys: Sequence[bytes], tokens: int) -> list[tuple[Explanation, Decision]]:
+        """Why a prompt would be served from the prefix cache as far as it would, on each rank that serves."""
+        st = self._st
+        columns, limit = key_columns(keys), max(0, (tokens - 1) // PAGE_TOKENS)
+        out = []
+        for worker in st.workers.values():
+            for rank in worker.ranks if worker.serving else ():
+                told = explain(st.index, rank.pool, columns, limit)
+                decision = decide(st.index.match(rank.pool, columns, limit), tokens, admit.prices(st, worker))
+                out.append((told, decision))
+        return out
+
     def check(self) -> None:
         """Recount every pool and table; AssertionError names the first difference."""
         audit.check(self._st)
@@ -91,6 +107,9 @@ class Scheduler:
                 pass
             case Drain():
                 st.draining = True
+            case Flush():
+                st.count("flushes")
+                st.total("pages_flushed", room.flush(st))
             case _:
                 raise TypeError(f"the scheduler core knows no event {type(event).__name__}")
         self._timers()

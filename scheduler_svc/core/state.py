@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshkit.core import Count, Send
-from meshkit.frames import Dump, Envelope, Frame, SchedulerStatus, SubmitReply, WorkerHello
+from meshkit.frames import Dump, Envelope, Frame, PublishedPage, SchedulerStatus, SubmitReply, WorkerHello
 from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.outbox import Entry, Outbox
+from scheduler_svc.core.prefix import Hold, PoolId, PrefixIndex
 from scheduler_svc.core.queue import WaitQueue
 from scheduler_svc.core.request import Request, Seq
 
@@ -51,10 +52,10 @@ class Rank:
     """Pools of one attention-DP rank; ids are global (rank * size + local)."""
 
     index: int
+    pool: PoolId  # its name in the prefix index
     pages: Pool
     tails: Pool
     slots: Pool
-    keepers: list[Seq] = field(default_factory=list)  # waiting choices that keep pages here
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +67,7 @@ class Closing:
     gen: int
     pages: list[int]
     tails: list[int]
+    hold: Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +107,8 @@ class Orphan:
     pages: list[int]
     spare: int
     spare_pos: int
-    base: int
-    base_pos: int
     since_ns: int
+    hold: Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -129,27 +130,14 @@ class Worker:
     closing: list[Closing] = field(default_factory=list)
     sealing: list[Seq] = field(default_factory=list)
     orphans: dict[tuple[RequestId, int], Orphan] = field(default_factory=dict)
-    published: dict[int, bytes] = field(default_factory=dict)  # page -> key
-    by_key: dict[bytes, int] = field(default_factory=dict)
-    published_tails: dict[int, int] = field(default_factory=dict)  # tail -> page
+    publishes: dict[int, PublishedPage] = field(default_factory=dict)  # told with the next frame, parents first
+    publish_tails: dict[int, int] = field(default_factory=dict)  # tail -> page, told with the next frame
     retire_pages: list[int] = field(default_factory=list)
     retire_tails: list[int] = field(default_factory=list)
     results: int = 0
     step_ns: float = 0.0  # moving average over steps without a real chunk
     chunk_token_ns: float = 0.0  # moving average over the others, per chunk token
     chunk_results: int = 0
-
-    def release_page(self, rank: Rank, page: int, *, kept: bool = False) -> None:
-        """Give up one reference; a page nobody refers to loses its published name in the next frame."""
-        if (rank.pages.forget if kept else rank.pages.drop)(page) and page in self.published:
-            key = self.published.pop(page)
-            del self.by_key[key]
-            self.retire_pages.append(page)
-
-    def release_tail(self, rank: Rank, tail: int, *, kept: bool = False) -> None:
-        if (rank.tails.forget if kept else rank.tails.drop)(tail) and tail in self.published_tails:
-            del self.published_tails[tail]
-            self.retire_tails.append(tail)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +174,7 @@ class State:
         self.rows: dict[RowKey, Seq] = {}
         self.queue = WaitQueue()
         self.workers: dict[str, Worker] = {}
+        self.index = PrefixIndex()
         self.lost: dict[str, Lost] = {}
         self.dumped: dict[str, bool] = {}  # groups that have ever served
         self.gateways: dict[str, Gateway] = {}

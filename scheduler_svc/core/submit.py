@@ -119,10 +119,7 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
 
 def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
     st.arrivals += 1
-    keys = sub.page_keys
-    if not keys and len(sub.prompt) >= PAGE_TOKENS:
-        revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
-        keys = tuple(page_keys(sub.prompt, namespace_key(sub.tenant, "", revision, layout)))
+    namespace, keys = _names(st, sub)
     req = Request(
         request_id=sub.request_id,
         attempt=sub.attempt,
@@ -135,6 +132,7 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         seed=sub.seed,
         prompt=sub.prompt,
         page_keys=keys,
+        namespace=namespace,
         arrival=st.arrivals,
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
@@ -147,6 +145,19 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         _add_choice(st, req, c)
     _settle_table(st, req)
     adopt.claim(st, req)
+
+
+def _names(st: State, sub: Submit) -> tuple[bytes, tuple[bytes, ...]]:
+    """Namespace and prompt keys: the gateway's, or our own if it sent none, or a request's own if nothing is shared."""
+    revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
+    namespace, keys = sub.namespace, sub.page_keys
+    if not st.limits.prefix_cache:
+        namespace, keys = namespace_key(sub.request_id.hex(), "", revision, layout), ()
+    elif not namespace:
+        namespace = namespace_key(sub.tenant, "", revision, layout)
+    if not keys:
+        keys = tuple(page_keys(sub.prompt, namespace))
+    return namespace, keys
 
 
 def dumps_done(st: State) -> bool:
@@ -227,6 +238,6 @@ def _reconcile(st: State, seq: Seq, theirs: list[int]) -> None:
         st.fault("ids_diverged")
     finish.unplace(st, seq)
     seq.emitted = theirs
-    seq.gen_keys = []
+    seq.gen_keys, seq.columns = [], None
     seq.finish, seq.error = FinishReason.NONE, ("", "")
     _start(st, seq)

@@ -12,11 +12,12 @@ from enum import IntFlag
 import numpy as np
 
 from meshkit.types import PAGE_TOKENS
-from scheduler_svc.core.keymap import I32
 from scheduler_svc.core.trie import FREE_ROW, NO_ROW, Bits, PageTrie
 
 INTERVAL_TOKENS = 32_768
 NO_TAIL = -1
+STAYS = (1 << 63) - 1
+_CLASS = 61  # last uses are below 1 << 61
 
 
 class Reason(IntFlag):
@@ -39,12 +40,13 @@ class TailIndex:
         self.used = np.zeros(size, np.int64)
         self.above = np.full(size, NO_TAIL, np.int32)  # nearest tail further up the chain; a local number
         self.below = np.zeros(size, np.int32)  # tails whose nearest one is this: it is superseded if there are any
+        self.order = np.full(size, STAYS, np.int64)  # class and last use in one number: the smallest goes first
         self.n = 0
         self._trie_tail, self._trie_parent = trie.tail.data, trie.parent.data
 
     @property
     def nbytes(self) -> int:
-        return sum(c.nbytes for c in (self.row, self.reasons, self.refs, self.used, self.above, self.below))
+        return sum(c.nbytes for c in (self.row, self.reasons, self.refs, self.used, self.above, self.below, self.order))
 
     # ---- coming and going ----
 
@@ -60,6 +62,7 @@ class TailIndex:
             local = there - self.base
             self.reasons[local] |= reasons
             self.used[local] = now
+            self._rank(local)
             return False
         local = tail - self.base
         assert self.row[local] < 0, "a tail is attached twice"
@@ -72,8 +75,10 @@ class TailIndex:
             if self.below[above] and trie.children[row]:
                 self._take_over(local, above, row)
             self.below[above] += 1
+            self._rank(above)
         elif trie.children[row]:
             self._take_over(local, NO_TAIL, row)
+        self._rank(local)
         self._trie_tail[row] = tail
         trie.bits[row] = (int(trie.bits[row]) | int(Bits.TAIL)) & ~int(Bits.HAD_TAIL)
         self.n += 1
@@ -115,8 +120,10 @@ class TailIndex:
                 self.above[(self.above == local) & (self.row >= 0)] = above
             if above >= 0:
                 self.below[above] += heirs - 1
+                self._rank(above)
             self.row[local] = NO_ROW
             self.above[local], self.below[local], self.reasons[local] = NO_TAIL, 0, 0
+            self.order[local] = STAYS
             self._trie_tail[row] = NO_TAIL
             bits = int(self.trie.bits[row]) & ~int(Bits.TAIL)
             self.trie.bits[row] = bits | int(Bits.HAD_TAIL) if evicted else bits
@@ -126,7 +133,9 @@ class TailIndex:
         """These rows have got a second child: a tail there is worth keeping for both."""
         for row in rows:
             if self._trie_tail[row] >= 0:
-                self.reasons[self._trie_tail[row] - self.base] |= int(Reason.BRANCH)
+                local = self._trie_tail[row] - self.base
+                self.reasons[local] |= int(Reason.BRANCH)
+                self._rank(local)
 
     def acquire(self, tail: int, now: int) -> None:
         """Somebody is going to load it: it stays until released."""
@@ -134,39 +143,40 @@ class TailIndex:
         assert self.row[local] >= 0, "only an attached tail can be loaded"
         self.refs[local] += 1
         self.used[local] = now
+        self._rank(local)
 
     def release(self, tail: int) -> None:
         local = tail - self.base
         assert self.refs[local] > 0, "a tail is released more often than acquired"
         self.refs[local] -= 1
+        self._rank(local)
 
     # ---- order of eviction ----
 
-    def classes(self) -> I32:
-        """0: kept for the interval alone, 1: superseded, 2: everything else; of every tail number, attached or not."""
-        plain = self.reasons == int(Reason.INTERVAL)
-        superseded = (self.below > 0) & ((self.reasons & int(Reason.BRANCH)) == 0)
-        return np.where(plain, 0, np.where(superseded, 1, 2)).astype(np.int32)
+    def class_of(self, tail: int) -> int:
+        """0: kept for the interval alone, 1: superseded and not at a branch point, 2: everything else."""
+        local = tail - self.base
+        reasons = int(self.reasons[local])
+        if reasons == Reason.INTERVAL:
+            return 0
+        return 1 if self.below[local] and not reasons & Reason.BRANCH else 2
 
-    def victims(self, n: int, wanted_for: int) -> list[int]:
-        """Up to n tails to give up for one that is wanted for these reasons, in order. Nothing changes yet."""
-        free_to_go = np.flatnonzero((self.row >= 0) & (self.refs == 0))
-        order = self.classes()[free_to_go]
-        if wanted_for == int(Reason.INTERVAL):
-            free_to_go = free_to_go[order == 0]
-            order = order[order == 0]
-        best = np.lexsort((free_to_go, self.used[free_to_go], order))[:n]
-        return [self.base + int(i) for i in free_to_go[best]]
+    def _rank(self, local: int) -> None:
+        """Its place in the order of eviction, after anything that bears on it has changed."""
+        if self.refs[local]:
+            self.order[local] = STAYS
+        else:
+            self.order[local] = (self.class_of(local + self.base) << _CLASS) + int(self.used[local])
 
     def evict(self, n: int, wanted_for: int) -> list[int]:
         """Give up to n tails for one that is wanted for these reasons; their pages stay. Returns the tails."""
         out: list[int] = []
-        while len(out) < n:  # one leaving may mean that another is no longer superseded
-            victims = self.victims(1, wanted_for)
-            if not victims:
+        while len(out) < n and self.size:
+            local = int(self.order.argmin())
+            if self.order[local] == STAYS or (wanted_for == Reason.INTERVAL and self.order[local] >> _CLASS):
                 break
-            self.detach(victims)
-            out += victims
+            out.append(local + self.base)
+            self.detach(out[-1:])
         return out
 
     # ---- checking ----
@@ -189,6 +199,10 @@ class TailIndex:
             if above >= 0:
                 below[above] += 1
         assert (below[live] == self.below[live]).all(), "a count of later tails is off"
+        for local in range(self.size):
+            stays = self.row[local] < 0 or self.refs[local] > 0
+            order = STAYS if stays else (self.class_of(local + self.base) << _CLASS) + int(self.used[local])
+            assert self.order[local] == order, "a tail's place in the order of eviction is off"
 
 
 def save_points(start: int, prompt_tokens: int, branches: Iterable[int]) -> list[tuple[int, int]]:

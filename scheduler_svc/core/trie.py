@@ -9,13 +9,13 @@ holds a chain holds all of it, so an unreferenced row has no referenced row belo
 from enum import IntFlag
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_svc.core.coldest import Coldest
 from scheduler_svc.core.keymap import I32, I64, KeyMap
 
 NO_ROW = -1
 FREE_ROW = -2  # as the parent of a row that holds nothing
+FEW = 16  # so many pages are published faster one by one than by columns
 REMEMBERED = 16_384  # keys evicted last, to tell why a prompt missed
 
 
@@ -49,6 +49,7 @@ class PageTrie:
     def __init__(self, base: int, pages: int, ghosts: int = 0) -> None:
         rows = pages + ghosts
         self.base, self.pages, self.ghosts = base, pages, ghosts
+        self.few = FEW
         self.keys = KeyMap(rows)
         self.parent = np.full(rows, FREE_ROW, np.int32)
         self.hint = np.full(rows, NO_ROW, np.int32)  # the child used last
@@ -66,17 +67,15 @@ class PageTrie:
         self.n_free = rows
         self.n_pages = 0
         self.idle = 0
-        self._cold = Coldest(self._evictable)
+        self.cold = Coldest(self._evictable)
         self._lost = np.zeros(REMEMBERED, np.int64)  # low words of the keys evicted last; a ring
         self._n_lost = 0
         # One element through a memoryview costs a third of one through an array.
-        self._parent, self._hint, self._resident = (
-            self.parent.data,
-            self.hint.data,
-            self.resident.data,
-        )
-        self._refs, self._used, self._page = self.refs.data, self.used.data, self.page.data
-        self._children, self._bits = self.children.data, self.bits.data
+        self._parent, self._hint, self._children = self.parent.data, self.hint.data, self.children.data
+        self._resident, self._refs, self._used = self.resident.data, self.refs.data, self.used.data
+        self._gen, self._bits, self._page = self.gen.data, self.bits.data, self.page.data
+        self._tail, self._depth = self.tail.data, self.depth.data
+        self._row_of_page, self._free_view = self.row_of_page.data, self._free.data
 
     @property
     def nbytes(self) -> int:
@@ -93,46 +92,37 @@ class PageTrie:
         row = self.keys.find(int(columns[0, 0]), int(columns[0, 1])) if n else NO_ROW
         if row < 0:
             return np.empty(0, np.int32)
-        words, hint = self.keys.words, self._hint
+        words, word, hint = self.keys.words, self.keys.words_view, self._hint
         found: list[I32] = []
-        at, step, in_order = 0, 64, True
+        at, step = 0, 64
         while True:
             span = min(step, n - at)
-            if in_order and hint[row] == row + 1:  # rows are taken in order: the whole chain may be one run
-                rows = np.arange(row, min(row + span, len(self.parent)), dtype=np.int32)
+            last = row + span - 1
+            # Rows are taken in order, so the whole span may be one run. Else the hints are followed; where one is
+            # missing they lead astray, which the comparison with the keys shows.
+            if last < len(self.parent) and word[last, 0] == int(columns[at + span - 1, 0]):
+                rows = np.arange(row, last + 1, dtype=np.int32)
             else:
-                rows = self._follow(row, span)
-            same = words[rows] == columns[at : at + len(rows)]
-            good = len(rows)
-            if np.count_nonzero(same) != 2 * good:
+                rows = np.array([row, *[row := hint[row] for _ in range(span - 1)]], np.int32)
+            same = words[rows] == columns[at : at + span]
+            good = span
+            if np.count_nonzero(same) != 2 * span:
                 good = int(same.ravel().argmin()) >> 1
                 rows = rows[:good]
-                in_order = False
             found.append(rows)
             at += good
             if at == n:
                 break
-            last = int(rows[-1])
-            row = hint[last]
+            parent = int(rows[-1])
+            row = hint[parent]
             low, high = int(columns[at, 0]), int(columns[at, 1])
-            if row < 0 or words[row, 0] != low or words[row, 1] != high:
+            if row < 0 or word[row, 0] != low or word[row, 1] != high:
                 row = self.keys.find(low, high)
                 if row < 0:
                     break
-                hint[last] = row
+                hint[parent] = row
             step = step * 4 if good == span else 64
         return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _follow(self, row: int, span: int) -> I32:
-        hint = self._hint
-        rows = [row]
-        add = rows.append
-        for _ in range(span - 1):
-            row = hint[row]
-            if row < 0:
-                break
-            add(row)
-        return np.array(rows, np.int32)
 
     def was_evicted(self, low: int) -> bool:
         """True if a key with this low word was among the last REMEMBERED ones to be removed."""
@@ -158,7 +148,7 @@ class PageTrie:
         self.idle += len(rows) - int(np.count_nonzero(refs))
         last = int(rows[-1])
         if not self._refs[last] and not self._resident[last]:
-            self._cold.offer(last, now)
+            self.cold.offer(last, now)
 
     # ---- publishing ----
 
@@ -169,6 +159,8 @@ class PageTrie:
         caller's stays private. All rows are acquired for the caller. `branches`: rows that got a second child.
         A key that is known without a page (a ghost) gets the caller's.
         """
+        if len(columns) <= self.few:
+            return self._publish_few(parent, columns, pages, gens, now)
         known = self.prefix(columns)
         twins = int(np.count_nonzero(self.page[known] >= 0))  # pages of a chain come first, then ghosts
         old = len(known)
@@ -178,7 +170,7 @@ class PageTrie:
         branches: list[int] = []
         rows = known
         if old < len(columns):
-            fresh = self._take_rows(len(columns) - old)
+            fresh = self.take_rows(len(columns) - old)
             first = int(known[-1]) if old else parent
             self._link(fresh, first, columns[old:])
             self._give_pages(fresh, pages[old:], gens[old:])
@@ -189,7 +181,57 @@ class PageTrie:
         self.acquire(rows, now)
         return rows, twins, branches
 
-    def _take_rows(self, n: int) -> I32:
+    def _publish_few(self, parent: int, columns: I64, pages: I32, gens: I64, now: int) -> tuple[I32, int, list[int]]:
+        rows: list[int] = []
+        twins = 0
+        branches: list[int] = []
+        for (low, high), page, gen in zip(columns.tolist(), pages.tolist(), gens.tolist(), strict=True):
+            row = self.keys.find(low, high)
+            if row < 0:
+                row = self._add(parent, low, high)
+                if parent >= 0 and self._children[parent] == 2:
+                    self._bits[parent] |= int(Bits.BRANCH)
+                    branches.append(parent)
+            assert self._parent[row] == parent, "a chain is published below another parent"
+            if self._page[row] >= 0:
+                twins += 1
+            else:
+                self._settle(row, parent, page, gen)
+            self.idle -= not self._refs[row]
+            self._refs[row] += 1
+            self._used[row] = now
+            rows.append(row)
+            parent = row
+        return np.array(rows, np.int32), twins, branches
+
+    def _add(self, parent: int, low: int, high: int) -> int:
+        """A fresh row for one key."""
+        assert self.n_free, "more pages published than the pool has"
+        self.n_free -= 1
+        row = self._free_view[self.n_free]
+        self.keys.insert_one(row, low, high)
+        self._parent[row], self._hint[row], self._tail[row] = parent, NO_ROW, -1
+        self._children[row] = self._resident[row] = self._refs[row] = self._bits[row] = 0
+        self._depth[row] = 0
+        if parent >= 0:
+            self._depth[row] = self._depth[parent] + 1
+            self._hint[parent] = row
+            self._children[parent] += 1
+        return row
+
+    def _settle(self, row: int, parent: int, page: int, gen: int) -> None:
+        """A row without a page gets one; nobody refers to it yet."""
+        assert self._row_of_page[page - self.base] < 0, "a page is published twice"
+        self._page[row], self._gen[row] = page, gen
+        self._bits[row] |= BASE
+        self._row_of_page[page - self.base] = row
+        if parent >= 0:
+            self._resident[parent] += 1
+        self.n_pages += 1
+        self.idle += 1
+
+    def take_rows(self, n: int) -> I32:
+        """Rows that are free, in ascending order where they were freed as a chain."""
         assert self.n_free >= n, "more pages published than the pool has"
         self.n_free -= n
         return self._free[self.n_free : self.n_free + n][::-1].copy()
@@ -242,7 +284,7 @@ class PageTrie:
         parent, resident, refs, used, page = self._parent, self._resident, self._refs, self._used, self._page
         rows: list[int] = []
         pages: list[int] = []
-        cold = self._cold
+        cold = self.cold
         while len(rows) < n:
             entry = cold.next()
             if entry is None:
@@ -341,6 +383,10 @@ class PageTrie:
         found = [self.keys.find(low, high) for low, high in columns.tolist()]
         return np.array([row for row in found if row >= 0], np.int32)
 
+    def free_rows(self) -> I32:
+        """The rows that hold nothing, in no useful order."""
+        return self._free[: self.n_free]
+
     def add_ghosts(self, columns: I64, bits: int, now: int) -> int:
         """A lower tier has the pages of this chain: remember those unknown so far, as many as there is room for.
 
@@ -351,92 +397,8 @@ class PageTrie:
         n = min(len(columns) - len(known), self.n_free - (self.pages - self.n_pages))
         if n <= 0:
             return len(known)
-        rows = self._take_rows(n)
+        rows = self.take_rows(n)
         self._link(rows, int(known[-1]) if len(known) else NO_ROW, columns[len(known) : len(known) + n])
         self.bits[rows] = bits & LOWER
         self.used[rows] = now
         return len(known) + n
-
-    # ---- rebuilding and checking ----
-
-    def load(self, columns: I64, parents: I32, pages: I32, gens: I64, now: int) -> NDArray[np.bool_]:
-        """Fill an empty trie from published pages in any order; `parents` are page numbers, -1 for the root.
-
-        Returns which pages were taken. Not taken are those whose key or page came before, and those that do not hang
-        together with the root through pages of the list.
-        """
-        assert self.n_free == len(self.parent), "only an empty trie is loaded"
-        n = len(pages)
-        first = _first_of_each(columns)  # the page that stands for others with the same key
-        at_page = np.full(self.pages, n + 1, np.int64)
-        at_page[(pages - self.base)[::-1]] = np.arange(n)[::-1]
-        inside = (parents >= self.base) & (parents < self.base + self.pages)
-        above = np.full(n + 2, n + 1, np.int64)  # n = the root, n + 1 = nowhere; both stay what they are
-        above[:n][parents < 0] = n
-        above[:n][inside] = np.append(first, [n, n + 1])[at_page[parents[inside] - self.base]]
-        above[n] = n
-        depth = np.ones(n + 2, np.int64)
-        depth[n:] = 0
-        end = above.copy()
-        for _ in range(max(1, n.bit_length())):  # each round doubles how far everybody has walked
-            depth += depth[end]
-            end = end[end]
-        taken: NDArray[np.bool_] = (
-            (end[:n] == n) & (first == np.arange(n)) & (at_page[pages - self.base] == np.arange(n))
-        )
-        rows = np.full(n + 2, NO_ROW, np.int32)
-        count = int(np.count_nonzero(taken))
-        rows[:n][taken] = fresh = self._take_rows(count)
-        self.keys.insert(fresh, columns[taken])
-        self.parent[fresh] = parent = rows[above[:n][taken]]
-        self.depth[fresh] = depth[:n][taken] - 1
-        below = parent >= 0
-        self.children[:] = np.bincount(parent[below], minlength=len(self.parent))
-        self.resident[:] = self.children
-        self.hint[parent[below]] = fresh[below]
-        self.bits[fresh] = BASE
-        self.bits[self.children >= 2] |= int(Bits.BRANCH)
-        self.page[fresh], self.gen[fresh], self.used[fresh] = pages[taken], gens[taken], now
-        self.row_of_page[pages[taken] - self.base] = fresh
-        self.n_pages = self.idle = count
-        return taken
-
-    def check(self) -> None:
-        """Full recount; AssertionError names the first difference. References are checked by whoever holds them."""
-        live = np.flatnonzero(self.parent != FREE_ROW)
-        assert len(live) + self.n_free == len(self.parent), "rows in use and free rows do not add up"
-        free = np.sort(self._free[: self.n_free])
-        assert (free == np.flatnonzero(self.parent == FREE_ROW)).all(), "the free rows are not those without a parent"
-        parents = self.parent[live]
-        below = live[parents >= 0]
-        size = len(self.parent)
-        children = np.bincount(self.parent[below], minlength=size)
-        assert (children[live] == self.children[live]).all(), "a child count is off"
-        paged = below[self.page[below] >= 0]
-        resident = np.bincount(self.parent[paged], minlength=size)
-        assert (resident[live] == self.resident[live]).all(), "a count of resident children is off"
-        assert (self.page[self.parent[paged]] >= 0).all(), "a page outlives its parent's"
-        assert (self.refs[self.parent[below]] >= self.refs[below]).all(), "a chain is not held from its first page"
-        assert (self.depth[below] == self.depth[self.parent[below]] + 1).all(), "a depth is off"
-        here = live[self.page[live] >= 0]
-        assert (self.row_of_page[self.page[here] - self.base] == here).all(), "a page does not know its row"
-        assert np.count_nonzero(self.row_of_page >= 0) == len(here) == self.n_pages, "the count of pages is off"
-        assert np.count_nonzero(self.refs[here] == 0) == self.idle, "the count of idle pages is off"
-        assert ((self.bits[here] & BASE) == BASE).all(), "a page lacks a class"
-        assert not (self.refs[live[self.page[live] < 0]]).any(), "a row without a page is held"
-        assert self.keys.used == len(live), "the key map and the rows differ"
-        for row in live.tolist():
-            low, high = self.keys.words[row].tolist()
-            assert self.keys.find(low, high) == row, "a key does not lead to its row"
-
-
-def _first_of_each(columns: I64) -> I64:
-    """For each key, the smallest index with the same key."""
-    n = len(columns)
-    order = np.lexsort((np.arange(n), columns[:, 1], columns[:, 0]))
-    ordered = columns[order]
-    starts = np.ones(n, np.bool_)
-    starts[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = np.empty(n, np.int64)
-    first[order] = order[np.flatnonzero(starts)[np.cumsum(starts) - 1]] if n else order
-    return first

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from meshkit.types import PAGE_TOKENS
 from scheduler_svc.core.keymap import key_columns
 from scheduler_svc.core.prefix import Match, PrefixIndex
-from scheduler_svc.core.reuse import Action, Prices, choose, decide
+from scheduler_svc.core.rebuild import check
+from scheduler_svc.core.reuse import Action, Prices, choose, decide, shared_pages
 from scheduler_svc.core.tails import NO_TAIL, Reason
 from scheduler_svc.core.trie import Bits
 from tests.unit.scheduler.prefix_oracle import key_of
@@ -122,6 +123,12 @@ def test_prices_that_decide_nothing_are_refused(field, value):
         Prices(**{"layers": 3, "token_ns": 1.0, field: value})
 
 
+def test_shared_pages():
+    one, other = (key_columns([key_of((1,)), key_of((1, 2)), key_of((1, 2, i))]) for i in (3, 4))
+    assert [shared_pages(one, other), shared_pages(one, one), shared_pages(one, other[:1])] == [2, 3, 1]
+    assert shared_pages(one[1:], other) == shared_pages(one, other[:0]) == 0
+
+
 def test_where_chains_meet_a_tail_is_wanted():
     index = PrefixIndex()
     index.add_pool(POOL, first_page=0, pages=32, first_tail=0, tails=8)
@@ -148,4 +155,4 @@ def test_where_chains_meet_a_tail_is_wanted():
     row = index.pools[POOL].trie.prefix(key_columns([key_of((1,)), key_of((1, 2))]))[1]
     assert index.pools[POOL].trie.bits[row] & int(Bits.BRANCH)
     assert index.counters.branches == 1
-    index.check([])
+    check(index, [])

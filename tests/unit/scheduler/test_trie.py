@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from meshkit.frames import PublishedPage, PublishedTail
 from scheduler_svc.core.coldest import Coldest
+from scheduler_svc.core.explain import explain
 from scheduler_svc.core.keymap import KeyMap, key_bytes, key_columns
 from scheduler_svc.core.prefix import PrefixIndex
+from scheduler_svc.core.rebuild import adopt, check, check_trie, dump, rebuild
 from scheduler_svc.core.tails import NO_TAIL, Reason
 from scheduler_svc.core.trie import NO_ROW, Bits, PageTrie
 from tests.unit.scheduler.prefix_oracle import Oracle, key_of
@@ -26,7 +28,8 @@ def keys_of(path, words=1 << 62, n=None):
 class Driven:
     """An index with one pool, its oracle, and the free lists of a ledger."""
 
-    def __init__(self, words, batch):
+    def __init__(self, few, words, batch):
+        self.few = few
         self.words = words
         self.batch = batch
         self.index = PrefixIndex()
@@ -39,7 +42,8 @@ class Driven:
         self.free_tails = list(range(BASE_TAIL, BASE_TAIL + TAILS))
         self.holds = []  # (hold, path held, tail)
         self.trie = self.index.pools[POOL].trie
-        self.trie._cold._batch = self.batch
+        self.trie.cold.batch = self.batch
+        self.trie.few = self.few
         self.gen = 0
 
     def columns(self, path):
@@ -131,38 +135,39 @@ class Driven:
             self.index.release(hold, 0)  # void: changes nothing in the new pool
 
     def rebuild(self, now):
-        pages, tails = self.index.dump(POOL)
+        pages, tails = dump(self.index, POOL)
         fresh = PrefixIndex()
         fresh.add_pool(POOL, first_page=BASE_PAGE, pages=PAGES, first_tail=BASE_TAIL, tails=TAILS)
-        assert fresh.rebuild(POOL, pages[::-1], tails, now) == ([], [])
+        assert rebuild(fresh, POOL, pages[::-1], tails, now) == ([], [])
         holds = []
         for hold, path, _ in self.holds:
-            back = fresh.adopt(POOL, [self.oracle.nodes[path[: i + 1]].page for i in range(len(path))], now)
+            back = adopt(fresh, POOL, [self.oracle.nodes[path[: i + 1]].page for i in range(len(path))], now)
             assert len(back.rows) == len(hold.rows)
             holds.append(back)
-        fresh.check(holds)
-        assert sorted(fresh.dump(POOL)[0]) == sorted(pages)
-        assert sorted(fresh.dump(POOL)[1]) == sorted(tails)
+        check(fresh, holds)
+        assert sorted(dump(fresh, POOL)[0]) == sorted(pages)
+        assert sorted(dump(fresh, POOL)[1]) == sorted(tails)
         for path in self.oracle.nodes:
             got = fresh.match(POOL, self.columns(path), len(path))
             assert (got.base, got.tail_pages) == (len(path), self.oracle.servable(path))
 
     def check(self):
-        self.index.check([hold for hold, _, _ in self.holds])
+        check(self.index, [hold for hold, _, _ in self.holds])
         assert len(self.free) + self.trie.n_pages == PAGES
         assert len(self.free_tails) + self.index.pools[POOL].tails.n == TAILS
         assert self.index.idle_pages(POOL) == sum(not n.refs for n in self.oracle.nodes.values())
         assert {n.page: n.gen for n in self.oracle.nodes.values()} == {
-            p.page: p.page_gen for p in self.index.dump(POOL)[0]
+            p.page: p.page_gen for p in dump(self.index, POOL)[0]
         }
 
 
+@pytest.mark.parametrize("few", [0, 16], ids=["columns", "one_by_one"])
 @SETTINGS
-@given(st.data())
-def test_the_index_agrees_with_brute_force(data):
+@given(data=st.data())
+def test_the_index_agrees_with_brute_force(data, few):
     """Random publish, match, hold, release, evict, save, drop and rebuild; after each step everything is recounted."""
     draw = data.draw
-    driven = Driven(draw(st.sampled_from([2, 5, 1 << 62])), draw(st.sampled_from([1, 3, 4096])))
+    driven = Driven(few, draw(st.sampled_from([2, 5, 1 << 62])), draw(st.sampled_from([1, 3, 4096])))
     paths = st.lists(st.integers(0, 2), min_size=1, max_size=DEEP).map(tuple)
     names = ["start", "grow", "grow", "save", "save", "release", "loaded", "evict", "evict_tail", "rebuild", "drop"]
     now = 0
@@ -208,7 +213,10 @@ def test_the_key_map_finds_what_is_there(ops, words):
             free.append(there.pop(key))
         elif free:
             there[key] = free.pop()
-            keys.insert(np.array([there[key]], np.int32), key_columns([key]))
+            if op % 2:
+                keys.insert(np.array([there[key]], np.int32), key_columns([key]))
+            else:
+                keys.insert_one(there[key], *key_columns([key])[0].tolist())
         for other in range(60):
             name = key_of((other,), words)
             assert keys.find(*key_columns([name])[0].tolist()) == there.get(name, -1)
@@ -273,7 +281,7 @@ def test_a_twin_stays_private_and_the_chain_goes_on_below_it():
     assert trie.page[rows].tolist() == [0, 1, 6]
     assert rows[:2].tolist() == first.tolist()
     assert trie.refs[rows].tolist() == [2, 2, 1]
-    trie.check()
+    check_trie(trie)
 
 
 def test_second_child_is_told_once():
@@ -293,7 +301,42 @@ def test_a_chain_is_evicted_from_its_end_and_not_below_a_reference():
     assert trie.evict(8)[0].tolist() == [3, 2]
     trie.release(rows, 6)
     assert trie.evict(1)[0].tolist() == [1]
-    trie.check()
+    check_trie(trie)
+
+
+def test_a_parent_used_since_outlives_colder_pages():
+    trie = PageTrie(0, 8)
+    old, _, _ = chain(trie, (1, 2), [0, 1])
+    trie.release(old, 1)
+    other, _, _ = chain(trie, (5,), [2], now=2)
+    trie.release(other, 2)
+    trie.acquire(old[:1], 3)
+    trie.release(old[:1], 3)
+    assert trie.evict(3)[0].tolist() == [1, 2, 0]
+
+
+def test_match_tells_what_lower_tiers_have():
+    index = PrefixIndex()
+    index.add_pool(POOL, first_page=0, pages=4, first_tail=0, tails=4, ghosts=4)
+    trie, keys = index.pools[POOL].trie, keys_of((1, 2, 3, 4, 5))
+    columns = key_columns(keys)
+    hold = index.hold(POOL)
+    index.publish(hold, keys[:4], range(4), range(4), 0)
+    index.attach_tail(hold, 1, 0, int(Reason.TURN), 0)
+    trie.mark(columns[:3], int(Bits.L2_BASE))
+    trie.mark(columns[2:4], int(Bits.L2_TAIL))  # of the fourth page only the tail
+    index.release(hold, 1)
+
+    def counts():
+        got = index.match(POOL, columns, 5)
+        return got.base, got.tail_pages, got.lower_base, got.lower_tail_pages, len(got.rows)
+
+    assert counts() == (4, 1, 4, 4, 4)
+    index.evict_pages(POOL, 2)
+    assert counts() == (2, 1, 3, 3, 4)
+    assert explain(index, POOL, columns, 5).why == "no_tail"
+    assert (explain(index, POOL, columns, 1).why, explain(index, POOL, columns, 3).tier) == ("hit", "")
+    check(index, [])
 
 
 def test_ghosts_remember_what_a_lower_tier_has():
@@ -303,7 +346,7 @@ def test_ghosts_remember_what_a_lower_tier_has():
     assert trie.mark(columns, int(Bits.L2_BASE)) == 3
     trie.release(rows, 1)
     assert trie.evict(3)[0].tolist() == [2, 1, 0]
-    trie.check()
+    check_trie(trie)
     assert len(trie.prefix(columns)) == 3 and trie.n_pages == 0
     back, twins, _ = chain(trie, (1, 2, 3), [3, 1, 2], now=2)
     assert twins == 0 and trie.page[back].tolist() == [3, 1, 2] and trie.children[back].tolist() == [1, 1, 0]
@@ -311,7 +354,7 @@ def test_ghosts_remember_what_a_lower_tier_has():
     trie.evict(2)
     trie.unmark(columns[2:], int(Bits.L2_BASE))
     assert len(trie.prefix(columns)) == 2
-    trie.check()
+    check_trie(trie)
 
 
 def test_ghosts_give_way_to_pages():
@@ -323,7 +366,7 @@ def test_ghosts_give_way_to_pages():
         trie.mark(key_columns(keys_of(path)), int(Bits.L2_BASE))
         trie.release(rows, step)
         assert len(trie.evict(4)[0]) == 4
-        trie.check()
+        check_trie(trie)
     assert trie.n_free >= 4
 
 
@@ -332,6 +375,7 @@ def test_ghosts_give_way_to_pages():
 def test_ghosts_keep_every_count(data):
     """Pages come and go while lower tiers gain and lose copies: chains stay whole and pages always find a row."""
     trie = PageTrie(0, 6, ghosts=data.draw(st.integers(1, 5)))
+    trie.few = data.draw(st.sampled_from([0, 16]))
     free, paths = list(range(6)), st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
     for now in range(data.draw(st.integers(1, 25))):
         path = data.draw(paths)
@@ -353,7 +397,7 @@ def test_ghosts_keep_every_count(data):
             trie.unmark(columns[-1:], int(Bits.LOWER))
         else:
             trie.add_ghosts(columns, int(Bits.L3_BASE), now)
-        trie.check()
+        check_trie(trie)
         assert len(free) + trie.n_pages == 6 and trie.n_free >= 6 - trie.n_pages
 
 
@@ -372,12 +416,14 @@ def test_a_dump_with_faults_is_taken_as_far_as_it_hangs_together():
         PublishedPage(10, 17, 9, key_of((8,))),
     ]
     tails = [PublishedTail(0, 2), PublishedTail(1, 5), PublishedTail(2, 7), PublishedTail(3, 1)]
-    assert index.rebuild(POOL, pages, tails, 1) == ([5, 7, 9, 10], [2, 3])
-    index.check([])
+    assert rebuild(index, POOL, pages, tails, 1) == ([5, 7, 9, 10], [2, 3])
+    check(index, [])
     assert index.match(POOL, key_columns([a, b, c]), 3).tail == 0
     got = index.match(POOL, key_columns([a, b, key_of((1, 2, 9))]), 3)
     assert (got.base, got.tail_pages, got.tail) == (3, 2, 1)
-    assert [p.page_gen for p in index.dump(POOL)[0]] == [10, 11, 12, 14]
+    assert [p.page_gen for p in dump(index, POOL)[0]] == [10, 11, 12, 14]
+    trie = index.pools[POOL].trie
+    assert [bool(trie.bits[row] & int(Bits.BRANCH)) for row in got.rows] == [False, True, False]
 
 
 def test_the_limit_and_several_pools():
@@ -406,7 +452,7 @@ def test_why_a_prompt_missed():
     trie = index.pools[POOL].trie
 
     def why(limit=4):
-        return index.explain(POOL, columns, limit)
+        return explain(index, POOL, columns, limit)
 
     assert (why().why, why().first_missing, why().missing_key) == ("unknown", 0, keys[0])
     hold = index.hold(POOL)
