@@ -18,7 +18,7 @@ from worker_svc.solo import Sequence, pages_for
 
 TITLE = "ids and logprob bits of a request against its batch, chunks and resumes (deterministic mode)"
 DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano-trial"
-PARAMS = SamplingParams(temperature=1.0, max_tokens=5, top_logprobs=1)
+PARAMS = SamplingParams(temperature=1.0, max_tokens=4, top_logprobs=1)
 SLOTS, PAGES, TAILS = 4, 24, 2
 HOME, AWAY = 0, 8  # first pages of the first run and of the others
 TAIL = 1
@@ -59,7 +59,7 @@ def random_prompt(executor: CpuExecutor, number: int) -> list[int]:
     elif number % 5 == 3:
         length = rng.randint(258, 300)
     else:
-        length = rng.randint(5, 90)
+        length = rng.randint(5, 70)
     return [rng.randrange(5, executor.info.vocab_size) for _ in range(length)]
 
 
@@ -67,7 +67,8 @@ def compare(executor: CpuExecutor, prompt: list[int], number: int) -> Iterator[t
     """(variant, same answer) for every variant that the prompt is long enough for."""
     wanted = alone(executor, prompt, number)
     yield "companions", in_company(executor, prompt, number) == wanted
-    yield "drafts", with_drafts(executor, prompt, number, wanted[0]) == wanted
+    if len(prompt) <= replay_length(executor):
+        yield "drafts", with_drafts(executor, prompt, number, wanted[0]) == wanted
     if len(prompt) > PAGE_TOKENS:
         yield "tail", from_tail(executor, prompt, number) == wanted
     if len(prompt) > replay_length(executor):

@@ -27,6 +27,7 @@ from worker_svc.model.mtp import DraftLayer
 from worker_svc.model.step import ForwardInputs, Row
 from worker_svc.model.transformer import V4Transformer
 from worker_svc.model.weights import ModelBuilder
+from worker_svc.ops.matmul import rows_agree
 from worker_svc.sampling import RowSampling, RowState, SamplerState, VocabRules, sample
 
 Progress = Callable[[str, int, int], None]
@@ -88,6 +89,8 @@ class CpuExecutor:
         builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic)
         model = builder.transformer(pools, stage("build"))
         draft = builder.draft_layer(model)
+        if deterministic:
+            _check_repeatable(model)
         info = ModelInfo(
             name=name or folder.resolve().name,
             revision=_revision(folder),
@@ -148,6 +151,10 @@ class CpuExecutor:
         for row in rows:
             outcomes.append(self._sample(row, logits[first : first + row.sample_last]))
             first += row.sample_last
+        # Booked only now: if anything above fails, the step did not happen.
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if outcome.tokens:
+                self._samplers[row.slot].accept(outcome.tokens)
         return outcomes
 
     def _sample(self, row: RowWork, logits: Tensor) -> RowOutcome:
@@ -157,10 +164,11 @@ class CpuExecutor:
             return RowOutcome(())
         state = self._samplers[row.slot]
         drafts = row.ids[len(row.ids) - row.sample_last + 1 :]
-        tokens, logprobs = [], []
+        tokens: list[int] = []
+        logprobs = []
         for place in range(row.sample_last):
-            (drawn,) = sample(logits[place : place + 1], [RowState(state=state, position=row.out_pos + place)])
-            state.accept((drawn.token,))
+            asked = RowState(state=state, position=row.out_pos + place, ahead=tuple(tokens))
+            (drawn,) = sample(logits[place : place + 1], [asked])
             tokens.append(drawn.token)
             if drawn.logprobs is not None:
                 logprobs.append(drawn.logprobs)
@@ -199,6 +207,17 @@ def _model_row(row: RowWork, saves: tuple[tuple[int, int], ...]) -> Row:
         num_samples=row.sample_last,
         saves=saves,
     )
+
+
+def _check_repeatable(model: V4Transformer) -> None:
+    """Deterministic mode rests on one property of the machine's BLAS; look, once per shape, whether it holds."""
+    torch.set_num_threads(1)
+    shapes = {weight_t.shape: weight_t for weight_t in model.matrices()}
+    broken = [tuple(shape) for shape, weight_t in shapes.items() if not rows_agree(weight_t)]
+    if broken:
+        log.error(
+            "this machine's BLAS computes a row by its place for shapes %s: answers may depend on the batch", broken
+        )
 
 
 def _work_per_token(config: V4Config) -> int:

@@ -351,10 +351,11 @@ class Journal:
         return True
 
     def _moved(self, frame: MovedRows) -> None:
+        """The latest word counts: a loss that was suspected to be a crash may turn out to be none."""
         for row, row_gen, kills in zip(frame.rows.tolist(), frame.row_gens.tolist(), frame.kills.tolist()):
             found = self._rows.find(row, row_gen)
             if found is not None:
-                found[0].kills = max(found[0].kills, kills)
+                found[0].kills = kills
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ Ctrl-C ends the running answer and keeps the conversation; Ctrl-D leaves.
 import asyncio
 import contextlib
 import json
+import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,24 +63,21 @@ def chat(
     talk.body = {k: v for k, v in body.items() if v is not None}
     talk.body["model"] = model or asyncio.run(first_model(talk.endpoint, talk.api_key))
     talk.stats = bool(stats)
-    if not sys.stdin.isatty():
-        piped = sys.stdin.read().strip() if question is None or not _stdin_is_empty() else ""
-        question = "\n\n".join(part for part in (question, piped) if part)
+    if not sys.stdin.isatty() and (question is None or _stdin_is_piped()):
+        question = "\n\n".join(part for part in (question, sys.stdin.read().strip()) if part)
     if question is not None:
         return talk.ask(question) if question else 0
     talk.stats = stats is not False
     return talk.loop()
 
 
-def _stdin_is_empty() -> bool:
-    """True where stdin is no pipe or file with something in it, such as /dev/null or a closed descriptor."""
-    import select
-
+def _stdin_is_piped() -> bool:
+    """True for a pipe or a file, whose text belongs to the question; not for /dev/null or a closed descriptor."""
     try:
-        ready, _, _ = select.select([sys.stdin], [], [], 0)
+        mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError):
-        return True
-    return not ready
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def read_key(path: Path | None) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshkit.cli.http_client import Endpoint, get_answer
 from meshkit.cli.model_folder import check_model_folder
-from meshkit.cli.preflight import check_memory, check_port, check_run_folder, free_port, make_run_folder
+from meshkit.cli.preflight import check_extras, check_memory, check_port, check_run_folder, free_port, make_run_folder
 from meshkit.cli.progress import Progress, open_progress
 from meshkit.cli.screen import Screen
 from meshkit.config import environment
@@ -25,6 +25,7 @@ from meshkit.supervisor import ServiceSpec, Supervisor
 
 DEFAULT_PORT = 8000
 SELF = (sys.executable, "-m", "meshkit.cli")
+Work = Callable[["MeshPlan", Callable[[], dict[str, int]]], int]  # (what runs, pids of the services) -> exit status
 DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0}  # at most; the supervisor bounds their sum
 
 
@@ -64,7 +65,7 @@ def preflight(plan: MeshPlan) -> list[Problem]:
     problems = check_model_folder(plan.model)
     if not problems:
         problems = check_memory(plan.model)
-    return problems + (check_port(plan.host, plan.port) if plan.port else [])
+    return [*check_extras(), *problems, *(check_port(plan.host, plan.port) if plan.port else [])]
 
 
 def run_mesh(
@@ -74,9 +75,9 @@ def run_mesh(
     problems: tuple[Problem, ...] = (),
     show_log: bool = True,
     on_ready: Callable[[MeshPlan, float], None] = lambda plan, seconds: None,
-    work: Callable[[MeshPlan], int] | None = None,
+    work: Work | None = None,
 ) -> int:
-    """Run until Ctrl-C or SIGTERM, or until `work(plan)` (called in a thread once all is ready) has returned.
+    """Run until Ctrl-C or SIGTERM, or until `work` (called in a thread once all is ready) has returned.
 
     Returns the exit status: 0 after a clean stop, `work`'s result, or that of the service that cannot run here.
     """
@@ -101,7 +102,7 @@ async def _run(
     run_dir: Path,
     progress: Progress,
     on_ready: Callable[[MeshPlan, float], None],
-    work: Callable[[MeshPlan], int] | None,
+    work: Work | None,
 ) -> int:
     started = time.monotonic()
     supervisor = Supervisor(_specs(plan, run_dir, progress), on_event=progress.event, on_line=progress.line)
@@ -119,7 +120,7 @@ async def _run(
         on_ready(plan, time.monotonic() - started)
         if work is None:
             return await running
-        working = asyncio.create_task(asyncio.to_thread(work, plan))
+        working = asyncio.create_task(asyncio.to_thread(work, plan, supervisor.pids))
         await asyncio.wait([running, working], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             return running.result() or int(Exit.INTERRUPTED)

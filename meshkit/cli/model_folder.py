@@ -5,6 +5,7 @@ tensor. Knows DeepSeek's layout: config.json, tokenizer.json, one or many .safet
 """
 
 import json
+import math
 import os
 import stat
 import struct
@@ -16,6 +17,7 @@ from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.models import resolve_model
 
 SUPPORTED_TYPE = "deepseek_v4"
+PACKED = ("I8", "U8", "F4")
 LONGEST_HEADER = 100 << 20  # bytes; a real V4 shard's header has about 0.3 MB
 
 
@@ -45,6 +47,29 @@ def find_model(name: str | None) -> Path:
 def weight_bytes(folder: Path) -> int:
     """Bytes of all weight files."""
     return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+
+
+def cpu_bytes(folder: Path) -> int:
+    """Bytes of all weights as the CPU worker holds them: FP32, with packed FP4 (two values per byte) unfolded."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in _read_header(path)[1].items():
+            if name != "__metadata__" and not name.endswith("scale"):
+                total += 4 * math.prod(tensor["shape"]) * (2 if tensor["dtype"] in PACKED else 1)
+    return total
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where a safetensors file's data begins, and its header; ValueError and its kin where it is none."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if not 2 <= length <= min(LONGEST_HEADER, size):
+            raise ValueError("header length")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("header is no object")
+    return 8 + length, header
 
 
 def _bad(fact: str, fix: str = "", code: str = "MODEL_DIR") -> Problem:
@@ -102,17 +127,13 @@ def _check_size(path: Path, label: str) -> list[Problem]:
     """Does the file hold as many bytes as its own header promises?"""
     size = path.stat().st_size
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if not 2 <= length <= min(LONGEST_HEADER, size):
-                raise ValueError("header length")
-            header = json.loads(file.read(length))
+        start, header = _read_header(path)
         ends = [t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"]
     except PermissionError:
         return [_unreadable(path)]
     except (ValueError, KeyError, TypeError, AttributeError, struct.error):
         return [_bad(f"{path}: {label} is no safetensors file, or cut off in its header", "download it again")]
-    wanted = 8 + length + max(ends, default=0)
+    wanted = start + max(ends, default=0)
     if size < wanted:
         gb = f"{size / 1e9:.2f} of {wanted / 1e9:.2f} GB" if wanted > 1e8 else f"{size:,} of {wanted:,} bytes"
         return [_bad(f"{path.parent}: {label}: {gb} (interrupted download?)", "download it again")]

@@ -4,6 +4,7 @@ Each check returns the problems it sees; `up` reports them together and starts n
 """
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -13,11 +14,26 @@ from pathlib import Path
 
 from meshkit.address import MAX_UNIX_PATH, Address
 from meshkit.address import check_port as _check_port
-from meshkit.cli.model_folder import weight_bytes
+from meshkit.cli.model_folder import cpu_bytes, weight_bytes
 from meshkit.errors import PortError
 from meshkit.exit_codes import Exit, Problem
 
+NEEDED = {"worker": "torch", "gateway": "aiohttp"}
 LONGEST_SOCKET_NAME = "/scheduler.sock"
+
+
+def check_extras() -> list[Problem]:
+    """Are the packages there that the services import? Looked up, not imported."""
+    return [
+        Problem(
+            "EXTRA",
+            Exit.USAGE,
+            f"the {service} needs the package {package}, which is not installed",
+            f'pip install "v4mesh[{service}]"',
+        )
+        for service, package in NEEDED.items()
+        if importlib.util.find_spec(package) is None
+    ]
 
 
 def check_port(host: str, port: int) -> list[Problem]:
@@ -42,22 +58,15 @@ def check_memory(model: Path) -> list[Problem]:
     """Do the weights fit into what is free, before any KV? The worker does the exact sum once it knows its layout."""
     import psutil
 
-    weights, free = weight_bytes(model), int(psutil.virtual_memory().available)
+    weights, free = cpu_bytes(model), int(psutil.virtual_memory().available)
     if weights <= free:
         return []
-    short = (weights - free) / 1e9
-    return [
-        Problem(
-            "MEMORY",
-            Exit.MEMORY,
-            f"{model.name} does not fit into this machine's memory",
-            "a machine with more memory, or the shipped demo model: v4mesh up",
-            (
-                f"weights           {weights / 1e9:.1f} GB",
-                f"available memory  {free / 1e9:.1f} GB   short by {short:.1f} GB before any KV",
-            ),
-        )
-    ]
+    details = (
+        f"weights in FP32    {weights / 1e9:8.1f} GB   ({weight_bytes(model) / 1e9:.1f} GB of files, dequantised)",
+        f"available memory   {free / 1e9:8.1f} GB   short by {(weights - free) / 1e9:.1f} GB before any KV",
+    )
+    fact = f"{model.name} does not fit into this machine's memory"
+    return [Problem("MEMORY", Exit.MEMORY, fact, "a machine with more memory, or the demo model: v4mesh up", details)]
 
 
 def make_run_folder(wanted: str | None, runtime_dir: str | None) -> Path:

@@ -86,17 +86,22 @@ class Progress:
         self._starting = False
 
     def write(self, text: str) -> None:
-        """One line to stderr."""
+        """One line to stderr. A reader that went away (`| head`) must not stop the mesh, nor block a service's pipe."""
         self._said_at = time.monotonic()
-        self.screen.note(text)
+        with contextlib.suppress(BrokenPipeError):
+            self.screen.note(text)
 
     def _service(self, name: str, text: str, style: str = "") -> None:
         said = self.screen.paint(text, style) if style else text
         self.write(f"{self.screen.paint(f'{name:{self.width}}', self.color[name])}   {said}")
 
     def _last_words(self, event: ServiceEvent) -> None:
-        """A dead service's last lines, where its log was not shown anyway; the same words only once."""
-        if self.show_log or event.last_lines == self.words.get(event.service):
+        """A dead service's last lines, where its log was not shown anyway; the same words only once.
+
+        Who was killed from outside had nothing to say about it.
+        """
+        killed = event.status in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+        if self.show_log or killed or event.last_lines == self.words.get(event.service):
             return
         self.words[event.service] = event.last_lines
         for line in event.last_lines:

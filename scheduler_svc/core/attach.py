@@ -125,7 +125,8 @@ def _hello_error(st: State, hello: WorkerHello) -> str:
         if getattr(hello, name) < 1:
             return f"{name}: {getattr(hello, name)} is not positive"
     others = [w for w in st.workers.values() if w.name != hello.group]
-    if st.model is not None and hello.model != st.model and (others or st.requests):
+    replaced = not others and hello.group in st.dumped  # an upgrade of the only group
+    if st.model is not None and hello.model != st.model and (others or (st.requests and not replaced)):
         for name in ("kv_layout_id", "revision", "name"):
             theirs, ours = getattr(hello.model, name), getattr(st.model, name)
             if theirs != ours:
@@ -155,6 +156,9 @@ def worker_hello(st: State, conn: Conn, hello: WorkerHello) -> None:
     ]
     worker = Worker(hello.group, hello, conn.conn, st.mint(), ranks, hello.max_gen)
     conn.attach_id, conn.owner = worker.attach_id, worker
+    if st.model is not None and hello.model != st.model:
+        for req in list(st.requests.values()):
+            finish.end_request(st, req, "model_changed", "the model was replaced; send the request again")
     st.model = hello.model
     st.workers[hello.group] = worker
     st.send(conn.conn, worker.attach_id, WorkerHelloAck(st.boot))

@@ -62,6 +62,7 @@ class Decision:
     action: Action
     start: int  # first token computed: so many count as cached
     write_from: int  # pages before this position are the published ones: read, not written
+    tails_after: int  # a tail may be saved at positions beyond this: within a replay, windows are not exact yet
     pages: int  # leading pages to hold
     tail: int  # to load within the worker's memory, or NO_TAIL
     load_pages: int  # pages to load from a lower tier, after the held ones
@@ -80,7 +81,8 @@ def decide(match: Match, tokens: int, prices: Prices, *, share: bool = True) -> 
 
     def way(action: Action, start: int, price: float, tail: int = NO_TAIL) -> Decision:
         kept = match.base if share or action is Action.REPLAY else start // PAGE_TOKENS
-        return Decision(match.pool, action, start, kept * PAGE_TOKENS, kept, tail, 0, 0, price)
+        after = base - 1 if action is Action.REPLAY else start
+        return Decision(match.pool, action, start, kept * PAGE_TOKENS, after, kept, tail, 0, 0, price)
 
     best = way(Action.NOTHING, 0, prices.prefill(0, tokens))
     if tail:
@@ -95,7 +97,8 @@ def decide(match: Match, tokens: int, prices: Prices, *, share: bool = True) -> 
         price = prices.load_ns + prices.load_tail_ns + pages * prices.load_page_ns + prices.prefill(loaded, tokens)
         kept = max(match.base, match.lower_tail_pages) if share else match.lower_tail_pages
         held = min(match.base, kept)
-        load = Decision(match.pool, Action.LOAD, loaded, kept * PAGE_TOKENS, held, NO_TAIL, pages, loaded, price)
+        write_from = kept * PAGE_TOKENS
+        load = Decision(match.pool, Action.LOAD, loaded, write_from, loaded, held, NO_TAIL, pages, loaded, price)
         best = _cheaper(best, load)
     return best
 

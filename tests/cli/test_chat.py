@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,10 +62,23 @@ def test_reasoning_is_dimmed_on_colours_and_set_apart_without(
     assert capsys.readouterr().out == "\x1b[2mHm.\x1b[0m\nYes.\n"
 
 
-def test_text_from_a_pipe_is_the_question_or_follows_it(server: Script, monkeypatch: pytest.MonkeyPatch):
+def test_text_from_a_pipe_is_the_question(server: Script, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n"))
     assert main(["chat", "--url", server.url]) == 0
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "from a pipe"}]
+
+
+def test_text_from_a_pipe_follows_the_question(server: Script):
+    done = subprocess.run(
+        [sys.executable, "-m", "meshkit.cli", "chat", "--url", server.url, "-q", "Summarise:"],
+        input="a long text\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout == "Once upon\n"
+    assert server.bodies[0]["messages"] == [{"role": "user", "content": "Summarise:\n\na long text"}]
 
 
 def test_a_conversation_remembers_and_forgets(

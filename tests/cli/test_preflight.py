@@ -11,7 +11,7 @@ import pytest
 
 from meshkit.cli import preflight
 from meshkit.cli.main import main
-from meshkit.cli.model_folder import check_model_folder, find_model
+from meshkit.cli.model_folder import check_model_folder, cpu_bytes, find_model
 from meshkit.cli.up import UpConfig, make_plan
 from meshkit.exit_codes import Exit, ProblemsError
 from meshkit.models import DEFAULT_MODEL
@@ -115,12 +115,26 @@ def test_a_broken_config_is_named(model: Path, text: str):
     assert fact.startswith(f"{model}/config.json ")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_config_names_owner_and_mode(model: Path):
-    (model / "config.json").chmod(0)
+def test_an_unreadable_config_names_owner_and_mode(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(path: Path) -> bytes:  # chmod would not stop root, who runs these tests in containers
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (model / "config.json").chmod(0o600)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     (problem,) = check_model_folder(model)
-    assert problem.code == "PERM"
-    assert f"owner {os.getuid()} mode 0000" in problem.fact
+    assert (problem.code, problem.exit) == ("PERM", Exit.MODEL)
+    assert f"cannot read {model}/config.json: owner {os.getuid()} mode 0600, we are uid {os.getuid()}" in problem.fact
+    assert "chmod a+r" in problem.fix
+
+
+def test_a_missing_extra_is_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preflight, "NEEDED", {"worker": "no_such_torch", "gateway": "aiohttp"})
+    assert main(["up", "--port", "0"]) == Exit.USAGE
+    err = capsys.readouterr().err
+    assert "EXTRA  the worker needs the package no_such_torch, which is not installed" in err
+    assert 'pip install "v4mesh[worker]"' in err
 
 
 def test_a_port_in_use_names_its_owner(capsys: pytest.CaptureFixture[str]):
@@ -147,7 +161,11 @@ def test_too_little_memory_shows_the_sum(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("psutil.virtual_memory", Memory)
     (problem,) = preflight.check_memory(model)
     assert problem.exit == Exit.MEMORY
-    assert "short by 0.0 GB before any KV" in problem.details[1]
+    # 18.9 M parameters in FP32, as the model's README says; the files hold FP8 and FP4.
+    assert problem.details[0].startswith("weights in FP32 ")
+    assert problem.details[0].endswith(" 0.1 GB   (0.0 GB of files, dequantised)")
+    assert "short by 0.1 GB before any KV" in problem.details[1]
+    assert cpu_bytes(model) == 4 * 18_913_152
 
 
 def test_several_failures_are_reported_together_and_the_first_decides(

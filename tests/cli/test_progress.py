@@ -27,13 +27,13 @@ def test_one_line_per_change_aligned(capsys: pytest.CaptureFixture[str]):
 
 def test_a_death_says_how_and_a_recovery_how_long(capsys: pytest.CaptureFixture[str]):
     shown = plain()
-    shown.event(ServiceEvent("worker", "exited", 10.0, 12, -9, 0.0, ("last words",)))
+    shown.event(ServiceEvent("worker", "exited", 10.0, 12, -9, 0.0, ("a step",)))
     shown.event(ServiceEvent("worker", "exited", 10.5, 13, 1, 0.2, ("last words",)))
     shown.event(ServiceEvent("worker", "ready", 14.0, 14))
     assert capsys.readouterr().err.splitlines() == [
         "worker      killed by SIGKILL; restarting",
-        "worker    | last words",
         "worker      exited with 1; restarting in 0.2 s",
+        "worker    | last words",
         "worker      ready again after 4.0 s",
     ]
 
@@ -80,6 +80,15 @@ def test_logs_are_prefixed_or_left_out(capsys: pytest.CaptureFixture[str]):
     plain(show_log=True).line("worker", "layers 1/5")
     plain().line("worker", "layers 1/5")
     assert capsys.readouterr().err == "worker    | layers 1/5\n"
+
+
+def test_a_reader_that_went_away_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    plain(show_log=True).line("worker", "layers 1/5")
 
 
 class Terminal(io.StringIO):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,25 @@ def test_the_banner_comes_after_each_service_and_the_mesh_answers(mesh: Up):
     assert chat(url)
 
 
+def test_the_printed_client_lines_work_as_they_stand(mesh: Up):
+    port = url_of(mesh).rpartition(":")[2]
+    shown = subprocess.run(
+        [sys.executable, "-m", "meshkit.cli", "up", "--print-clients", "--port", port],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    ).stdout
+    shell, _, program = shown.partition("# Python: pip install openai\n")
+    told = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert len(told.split()) > 5
+    if shutil.which("curl"):
+        stream = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60).stdout
+        assert stream.rstrip().endswith("data: [DONE]")
+
+
 @pytest.mark.parametrize("name", ["gateway", "worker", "scheduler"])
 def test_a_killed_service_comes_back_and_the_mesh_answers_the_same(mesh: Up, name: str):
     url = url_of(mesh)
@@ -168,7 +188,8 @@ def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
         up.close()
 
 
-def test_the_guides_launch_command_starts_on_a_cpu_and_answers():
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
+def test_the_guides_launch_command_starts_answers_and_leaves_nothing_when_killed():
     launch = LAUNCH.format(model=DEFAULT_MODEL).replace("--port 30000", f"--port {free_port('0.0.0.0')}")
     up = Up(*shlex.split(launch))
     try:
@@ -177,18 +198,22 @@ def test_the_guides_launch_command_starts_on_a_cpu_and_answers():
         waiting = [line for line in up.lines if line.startswith("recognised: ")]
         assert len(waiting) == sum(word.startswith("--") for word in launch.split()) - len(IN_EFFECT)
         assert "everybody who reaches port" in up.output
-        up.process.terminate()
-        assert up.process.wait(10) == 0, up.output
+        services = list(up.services().values())
+        assert len(services) == 3
+        up.process.kill()
+        assert gone(services), "services outlive a supervisor that was killed"
     finally:
         up.close()
 
 
-def test_demo_answers_and_says_how_to_go_on():
-    up = Up("demo", "--max-tokens", "12")
+def test_demo_kills_the_scheduler_in_mid_answer_and_the_answer_goes_on():
+    up = Up("demo", "--kill", "scheduler", "--max-tokens", "48")
     try:
         assert up.process.wait(100) == 0, up.output
         up.reader.join()
-        assert re.search(r"TTFT \d+ ms · \d+ tok/s · \d+ prompt tokens · 12 new", up.output)
+        assert re.search(r"TTFT \d+ ms · \d+ tok/s · \d+ prompt tokens · 48 new", up.output)
+        assert re.search(r"^scheduler +killed by SIGKILL; restarting$", up.output, re.MULTILINE)
+        assert re.search(r"longest pause [\d.]+ s · the answer is the same", up.output)
         assert "v4mesh up" in up.output
         assert "from openai import OpenAI" in up.output
     finally:

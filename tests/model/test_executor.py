@@ -247,6 +247,16 @@ def test_deterministic_bits_do_not_depend_on_threads(executor):
     assert torch.get_num_threads() == 1
 
 
+def test_a_machine_that_cannot_repeat_bits_says_so(tiny_folder, caplog, monkeypatch):
+    CpuExecutor.load(tiny_folder, deterministic=True, slots=1, pages=1, tails=0)
+    assert caplog.text == ""
+    monkeypatch.setattr("worker_svc.executor.rows_agree", lambda weight_t: weight_t.shape != (128, 512))
+    CpuExecutor.load(tiny_folder, deterministic=True, slots=1, pages=1, tails=0)
+    assert "(128, 512)" in caplog.text, "the head"
+    CpuExecutor.load(tiny_folder, slots=1, pages=1, tails=0)
+    assert caplog.text.count("depend on the batch") == 1, "asked in deterministic mode only"
+
+
 def test_the_default_model_masks_what_is_no_token_and_tells_stories():
     nano = CpuExecutor.load(NANO, slots=1, pages=2, tails=0)
     assert nano.rules.masked_ids == () or max(nano.rules.masked_ids) < nano.info.vocab_size

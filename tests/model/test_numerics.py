@@ -67,6 +67,24 @@ def test_only_inputs_of_quantised_weights_are_rounded():
     assert not torch.equal(quantised(x), plain(x))
 
 
+def test_the_right_inputs_are_rounded(tiny, monkeypatch):
+    """Per layer: attention input, wq_b, wo_b, then experts. Not wo_a, router, compressors, index weights, head."""
+    rounded = []
+
+    def record(x):
+        rounded.append((x.shape[0], x.shape[-1]))
+        return x
+
+    monkeypatch.setattr("worker_svc.model.linear.round_fp8", record)
+    monkeypatch.setattr("worker_svc.model.moe.round_fp8", record)
+    rig = Rig(tiny.checkpoint, numerics=Numerics(activations="fp8"))
+    rig.feed(tiny.sequences[0], 0, 0, 1, [0])
+    c = tiny.checkpoint.config
+    attention = [(1, c.hidden_size), (1, c.q_lora_rank), (1, c.o_groups * c.o_lora_rank)]
+    experts = [(1, c.hidden_size), (c.num_experts_per_tok + 1, c.moe_intermediate_size)]
+    assert rounded == (attention + experts) * c.num_hidden_layers
+
+
 @pytest.mark.parametrize(
     "numerics",
     [
@@ -125,3 +143,19 @@ def test_the_layout_id_tells_formats_apart(tiny):
     assert len(ids) == 4
     assert KvLayout(config=config, numerics=Numerics(activations="fp8")).layout_id not in ids, "other values"
     assert KvLayout(config=config, numerics=Numerics(), max_verify=2).layout_id in ids, "rings are private"
+
+
+@pytest.mark.parametrize("indexer, share", [("fp8", 0.85), ("fp4", 0.75)])
+def test_a_rounded_indexer_mostly_picks_the_same_entries(tiny, indexer, share, monkeypatch):
+    """Rounding moves a pick here and there; the Hadamard transform on one side only would move nearly all."""
+    import worker_svc.model.indexer as module
+
+    def close() -> float:
+        (piece,) = prefill(Rig(tiny.checkpoint, numerics=Numerics(indexer=indexer)), tiny.sequences)
+        difference = (piece.logits - tiny.logits[0]).abs().amax(1)
+        return float((difference[60:] < 0.3).float().mean())  # from there on more entries are visible than picked
+
+    assert close() > share
+    transform = module.hadamard
+    monkeypatch.setattr(module, "hadamard", lambda x: x if x.dim() == 2 else transform(x))
+    assert close() < 0.4

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from benchmarks._scenarios import SCENARIOS, Rig, exact_replay, prefill
+from benchmarks._scenarios import SCENARIOS, Piece, Rig, exact_replay, prefill
+from tests.model.conftest import known
+from worker_svc.checkpoint.census import preset
+from worker_svc.checkpoint.config import V4Config
+from worker_svc.checkpoint.generate import generate_checkpoint
+from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.ops.hyper_mix import ref as hyper_ref
 
 TOLERANCE = 1e-4
@@ -58,6 +63,20 @@ def test_a_replay_leaves_the_retained_pages_alone(shallow):
     rig.feed(ids, 1, 130, 512, pages, write_from=512, fresh_from=130)
     after = [plane for store in stores for plane in store.planes]
     assert all(torch.equal(old, new) for old, new in zip(before, after))
+
+
+def test_a_model_without_window_only_layers_equals_transformers(tmp_path):
+    """Pro's pattern, C128 from layer 0 on, and positions far enough that C128 layers hold several entries."""
+    content = preset("tiny").to_dict() | {"num_hidden_layers": 5, "compress_ratios": [128, 128, 4, 128, 4, 0]}
+    folder = generate_checkpoint(V4Config.from_dict(content), tmp_path, seed=9, content="lively")
+    pro = known(load_checkpoint(folder), 900)
+    rig, ids, start = Rig(pro.checkpoint), pro.sequences[0], 0
+    rig.forget()
+    for size in (255, 1, 2, 130, 256, 256):
+        piece = Piece(0, start, rig.feed(ids, 0, start, start + size, [3, 1, 0, 2]))
+        assert worst([piece], pro) < TOLERANCE
+        start += size
+    assert start == 900
 
 
 # ---- mutations: break one rule of a built model, and the logits must move -------------------------------------------

@@ -18,6 +18,8 @@ def test_weighted_sum_of_rectified_products(deterministic):
     products = torch.einsum("the,ne->thn", q, keys).clamp_min(0)
     expected = (products * weights.unsqueeze(-1)).sum(1)
     torch.testing.assert_close(index_scores(q, keys, weights, deterministic=deterministic), expected)
+    many = (q.repeat(30, 1, 1), keys, weights.repeat(30, 1))  # more than one tile of queries
+    torch.testing.assert_close(index_scores(*many, deterministic=deterministic), expected.repeat(30, 1))
 
 
 def test_a_score_has_the_same_bits_in_any_company():

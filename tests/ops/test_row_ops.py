@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker_svc.ops.compress_kv import compress_kv
-from worker_svc.ops.matmul import DETERMINISTIC_ROWS, matmul
+from worker_svc.ops.matmul import DETERMINISTIC_ROWS, matmul, rows_agree
 from worker_svc.ops.rms_norm import inverse_rms, rms_norm
 from worker_svc.ops.rope import rotate_
 
@@ -55,3 +55,9 @@ def test_fixed_rows_compute_the_product(rows):
     got = matmul(x, weight_t, deterministic=True)
     assert got.shape == (rows, 24)
     torch.testing.assert_close(got, x @ weight_t)
+
+
+def test_equal_rows_of_a_fixed_product_have_equal_bits(monkeypatch):
+    assert rows_agree(_random(300, 70))
+    monkeypatch.setattr("worker_svc.ops.matmul.ref.fixed_rows", lambda x, w: (x @ w) + torch.arange(8.0).unsqueeze(1))
+    assert not rows_agree(_random(300, 70))

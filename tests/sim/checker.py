@@ -241,6 +241,7 @@ class Checker:
         fair = {
             Verdict.NEVER_FITS: pages > knobs.pages,
             Verdict.QUEUE_FULL: knobs.queue_requests < 1000,
+            Verdict.DRAINING: any(fault.kind == "bye" for fault in self.world.scenario.faults),
             Verdict.NO_WORKER: self.world.faults_fired > 0 or self.world.now_ns < 300 * MS,
         }
         if not fair.get(effect.verdict, False):

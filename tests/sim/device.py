@@ -79,12 +79,15 @@ class Device:
         for row in rows:
             if row is not None:
                 self._forward(row)
+        spans = {row.slot: (row.start, row.start + len(row.ids)) for row in rows if row is not None}
         for save in work.saves:
-            self._save(save)
+            start, end = spans.get(save.slot, (0, 0))
+            self._save(save, start + 1, end)
         outcomes = [RowOutcome(()) if row is None else self._sample(row, i in parked) for i, row in enumerate(rows)]
         for row, outcome in zip(rows, outcomes, strict=True):
             if row is not None and (pos := self.resident.advance(row, outcome.tokens)):
-                self._save(TailWork(row.slot, pos, row.spare))
+                end = next(reversed(self.places[row.slot].ring))
+                self._save(TailWork(row.slot, pos, row.spare), end - RING + 128, end)
         return StepOutcome(rows=tuple(outcomes))
 
     def published(self, page: int) -> int:
@@ -111,7 +114,12 @@ class Device:
         if digest < 0:
             raise Violation("ring", f"slot {row.slot} starts at {row.start}, where its ring holds nothing")
         self._check_pages(row, digest)
-        ring = {pos: value for pos, value in place.ring.items() if row.start - RING < pos <= row.start}
+        ring = place.ring
+        for pos in range(row.start + 1, row.start + 1 + len(ring)):
+            if ring.pop(pos, -1) < 0:
+                break
+        if len(ring) > 3 * RING:
+            ring = {pos: value for pos, value in ring.items() if pos > row.start - RING}
         published = self.table.published
         page, number = None, -1
         for pos, token in enumerate(row.ids, row.start):
@@ -140,7 +148,9 @@ class Device:
         if expected != digest:
             raise Violation("I4", f"slot {row.slot} at {row.start}: its pages and its ring are of different sequences")
 
-    def _save(self, save: TailWork) -> None:
+    def _save(self, save: TailWork, first: int, last: int) -> None:
+        if not first <= save.pos <= last:
+            raise Violation("tail", f"slot {save.slot} saves a tail at {save.pos}, not in {first}..{last}")
         digest = self.places[save.slot].ring.get(save.pos, -1)
         if digest < 0:
             raise Violation("tail", f"slot {save.slot} saves a tail at {save.pos}, which its ring does not hold")

@@ -13,6 +13,7 @@ from unittest import mock
 from gateway.journal import journal as journal_module
 from gateway.journal.journal import Journal
 from gateway.journal.rows import RowTable
+from gateway.journal.timers import Alarm
 from meshkit import uplink
 from scheduler_svc.core import adopt, attach, book, finish, plan, submit
 from scheduler_svc.core.ledger import Pool
@@ -226,6 +227,26 @@ def _lost_worker_keeps_kept(original: Any) -> Any:
     return lost
 
 
+def _nothing(original: Any) -> Any:
+    """The call is left out."""
+    return lambda *args, **more: None
+
+
+def _deadline_ignored(original: Any) -> Any:
+    def alarm(self: Journal, entry: Any, kind: Any, *rest: Any) -> None:
+        if kind is not Alarm.DEADLINE:
+            original(self, entry, kind, *rest)
+
+    return alarm
+
+
+def _any_slot_adopted(original: Any) -> Any:
+    def missing(seq: Any, orphan: Any, limit: int) -> Any:
+        return list(orphan.last_ids[-max(0, orphan.n_emitted - len(seq.emitted)) :])
+
+    return missing
+
+
 def _only_first_closed(original: Any) -> Any:
     def close_rows(st: Any, attach_id: int, rows: list[int], row_gens: list[int]) -> None:
         original(st, attach_id, rows[:1], row_gens[:1])
@@ -282,6 +303,23 @@ def _one_too_many(original: Any) -> Any:
     return ends
 
 
+def _touched_kept(original: Any) -> Any:
+    return lambda frame: []
+
+
+def _refresh_forgotten(original: Any) -> Any:
+    def book_step(*args: Any) -> Any:
+        booked = original(*args)
+        booked.refreshes = ()
+        return booked
+
+    return book_step
+
+
+def _generations_restart(original: Any) -> Any:
+    return lambda self: replace(original(self), max_gen=0)
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("ids_after_cancel", ((Journal, "_client_gone", _cancel_keeps_entry),)),
     Mutant("seed_not_carried", ((journal_module, "build_submit", _seed_not_carried),)),
@@ -301,6 +339,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("page_freed_twice", ((Pool, "drop", _freed_twice),)),
     Mutant("kept_pages_of_lost_worker", ((attach, "_worker_lost", _lost_worker_keeps_kept),)),
     Mutant("only_first_cancel_of_batch", ((attach, "close_rows", _only_first_closed),)),
+    Mutant("deadline_ignored", ((Journal, "_alarm", _deadline_ignored), (finish, "end_request", _nothing))),
+    Mutant("orphans_not_dropped", ((adopt, "drop_orphan", _nothing),)),
+    Mutant("any_slot_adopted", ((adopt, "_missing_ids", _any_slot_adopted),)),
+    Mutant("failed_step_keeps_slots", ((worker_slots, "touched_slots", _touched_kept),)),
+    Mutant("tail_refresh_forgotten", ((worker_slots, "book", _refresh_forgotten),)),
+    Mutant("generations_restart", ((worker_slots.SlotMachine, "_hello", _generations_restart),)),
     Mutant("copy_forgets_partial_page", ((worker_plan, "_copy", _partial_page_forgotten),)),
     Mutant("parked_row_advances", ((worker_book, "_book_row", _parked_advances),)),
     Mutant("stop_ids_ignored", ((worker_plan, "_stops", _stop_ids_ignored),)),

@@ -19,6 +19,7 @@ class Knobs:
 
     gateways: int = 1
     workers: int = 1
+    ranks: int = 1  # attention-DP ranks of each worker; slots, pages and tails are per rank
     depth: int = 1
     slots: int = 4
     pages: int = 24
@@ -106,6 +107,7 @@ def _knobs(rng: Random) -> Knobs:
     return Knobs(
         gateways=rng.randint(1, 2),
         workers=rng.randint(1, 2),
+        ranks=rng.choice((1, 1, 1, 2)),
         depth=rng.randint(1, 3),
         slots=rng.randint(1, 8),
         pages=rng.choice((3, 4, 4, 5, 6, 8, 12, 24, 64)),
@@ -173,19 +175,16 @@ def _params(rng: Random) -> SamplingParams:
     )
 
 
-KINDS = ("break", "half_open", "stall", "crash", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
+KINDS = ("break", "half_open", "stall", "crash", "bye", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
 
 
 def _faults(rng: Random) -> list[Fault]:
     enabled = [kind for kind in KINDS if rng.random() < 0.5]
     count = rng.choice((0, 1, 1, 2, 2, 3, 4)) if enabled else 0
-    return [
-        Fault(
-            kind=rng.choice(enabled),
-            at_ms=rng.uniform(50, 1800),
-            target=rng.randrange(100),
-            a=rng.random(),
-            b=rng.random(),
-        )
-        for _ in range(count)
-    ]
+    return [_fault(rng, rng.choice(enabled)) for _ in range(count)]
+
+
+def _fault(rng: Random, kind: str) -> Fault:
+    """Faults of calls come while requests arrive, the others at any time."""
+    last_ms = 300 if kind.startswith(("call", "reply")) else 1800
+    return Fault(kind=kind, at_ms=rng.uniform(50, last_ms), target=rng.randrange(100), a=rng.random(), b=rng.random())

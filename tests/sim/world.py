@@ -17,11 +17,12 @@ from meshpb.v1 import scheduler_pb2
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
 from gateway.journal.journal import Journal, JournalConfig
 from meshkit.core import Call, Called, Close, Closed, Count, Dial, Opened, Received, Replied, Reply, Send, Tick, WakeAt
-from meshkit.frames import Submit, SubmitReply
+from meshkit.frames import Bye, Envelope, Submit, SubmitReply
 from meshkit.pages import page_keys
 from meshkit.types import ModelInfo, RequestId
 from meshkit.wire import Link, decode_submit, decode_submit_reply, dumps, encode_submit, encode_submit_reply, loads
 from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.core.events import Drain, Drained
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
 from tests.sim.device import Device, Violation
@@ -93,7 +94,11 @@ class Process:
             self.core = Scheduler(_limits(knobs), world.rng_ids, boot)
         elif self.kind == "worker":
             pools = PoolConfig(
-                slots=knobs.slots, pages=knobs.pages, tails=knobs.tails, max_step_tokens=max(knobs.chunk_tokens, 16)
+                slots=knobs.slots,
+                pages=knobs.pages,
+                tails=knobs.tails,
+                ranks=knobs.ranks,
+                max_step_tokens=max(knobs.chunk_tokens, 16),
             )
             config = SlotMachineConfig(
                 group=self.name, boot=boot, build="sim", model=MODEL, pools=pools, park_ns=knobs.park_ms * MS
@@ -260,6 +265,8 @@ class World:
             self._call(process, effect)
         elif isinstance(effect, Reply):
             self._reply(effect)
+        elif isinstance(effect, Drained):
+            pass
         else:
             raise Violation("effect", f"{process.name} produced {effect!r}")
 
@@ -486,6 +493,8 @@ class World:
                 process.kill_at_effect = int(fault.b * 20)
             else:
                 self._crash(process, 5 + fault.a * 1500)
+        elif fault.kind == "bye":
+            self._bye(process, fault.a)
         elif fault.kind == "freeze" and not process.frozen:
             self._freeze(process, 20 + fault.a**2 * 5000, fault.b)
             return
@@ -541,6 +550,25 @@ class World:
 
         self.after(down_ms, restart)
 
+    def _bye(self, process: Process, wait: float) -> None:
+        """A planned end: the scheduler drains first, the others say Bye; then a new process."""
+        if process.frozen:
+            return
+        epoch = process.epoch
+        if process is self.scheduler:
+            process.deliver(Drain())
+        elif process.core.attached:
+            link = process.core._link
+            self._send(process, Send(link._conn, Envelope(link.attach_id, Bye("simulated"))))
+        self.faults_open += 1
+
+        def leave() -> None:
+            self.faults_open -= 1
+            if process.epoch == epoch:
+                self._crash(process, 300 * wait)
+
+        self.after(5 + 300 * wait, leave)
+
     def _freeze(self, process: Process, duration_ms: float, tick_first: float) -> None:
         """SIGSTOP: events pile up in order; on SIGCONT they come at once, the timer before or after them."""
         process.frozen = True
@@ -562,5 +590,7 @@ class World:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 2000 else text[:2000] + "..."
+    with np.printoptions(threshold=6, edgeitems=2, linewidth=10_000):
+        text = repr(value)
+    text = text.replace(", dtype=int32", "").replace(", dtype=uint8", "").replace("dtype=float32", "").replace("\n", "")
+    return text if len(text) < 900 else text[:900] + "..."

@@ -155,13 +155,13 @@ def _chunks(table: SlotTable, frame: StepFrame) -> dict[int, _Chunk]:
 
 
 def _check_ranks(table: SlotTable, frame: StepFrame) -> None:
-    ranks, per_rank = table.pools.ranks, table.pools.slots
-    offsets = frame.rank_off
-    if len(offsets) == 0 and (ranks == 1 or len(frame.slots) == 0):
+    ranks, per_rank, count = table.pools.ranks, table.pools.slots, len(frame.slots)
+    offsets = frame.rank_off.tolist()
+    if not offsets and (ranks == 1 or count == 0):
         return
-    if len(offsets) != ranks + 1 or offsets[0] != 0 or offsets[-1] != len(frame.slots) or np.any(np.diff(offsets) < 0):
-        raise FrameError("columns", f"rank_off must rise from 0 to {len(frame.slots)} in {ranks + 1} numbers")
-    for rank in range(ranks):
+    if len(offsets) != ranks + 1 or offsets[0] != 0 or offsets[-1] != count or offsets != sorted(offsets):
+        raise FrameError("columns", f"rank_off must rise from 0 to {count} in {ranks + 1} numbers")
+    for rank in range(ranks if ranks > 1 else 0):
         part = frame.slots[offsets[rank] : offsets[rank + 1]]
         if np.any(part // per_rank != rank):
             raise FrameError("columns", f"rank_off gives rank {rank} a slot of another rank")

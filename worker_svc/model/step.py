@@ -196,8 +196,7 @@ def _plan_entries(row: Row, ratio: int, pools: KvPools) -> EntryPlan:
     start, end = row.start, row.start + row.length
     rows_per_page = PAGE_TOKENS // ratio
     count = end // ratio
-    index = torch.arange(count)
-    pages = torch.tensor(row.pages[: -(-count // rows_per_page)], dtype=torch.int64)
+    pages = torch.tensor(row.pages[: -(-count // rows_per_page)], dtype=torch.int64).unsqueeze(1)
     first_new = max(start, row.write_from) // ratio
     num_new = max(0, count - first_new)
     past = C4_CARRY if ratio == 4 else 0
@@ -207,7 +206,7 @@ def _plan_entries(row: Row, ratio: int, pools: KvPools) -> EntryPlan:
     return EntryPlan(
         ratio=ratio,
         visible=torch.arange(start + 1, end + 1) // ratio,
-        read_rows=(pages * rows_per_page).repeat_interleave(rows_per_page)[:count] + index % rows_per_page,
+        read_rows=(pages * rows_per_page + torch.arange(rows_per_page)).flatten()[:count],
         first_new=first_new,
         num_new=num_new,
         old_states=pools.state_rows(ratio, row.slot, torch.arange(max(0, first_state), max(start, first_state))),

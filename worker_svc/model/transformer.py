@@ -4,7 +4,7 @@ One forward for every kind of row: a decode row is a chunk of one token, a verif
 chunk any number, and a batch is any mix of them. Reads and writes the KV pools it was built with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -69,6 +69,15 @@ class V4Transformer:
             x = block(x, step, layer_pools)
         self._keep_streams(x, step)
         return self.head(self.norm(self.hyper_head(x[step.sampled])))
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Every weight that a product reads, input-major [K, N]; one expert stands for all of its layer."""
+        yield self.head.weight_t
+        yield self.hyper_head.fn_t
+        for block in self.blocks:
+            yield from (stack.weight_t for stack in (*block.attn.inputs, block.attn.wq_b, block.attn.wo_b))
+            yield from (block.attn.wo_a.weight_t[0], block.ffn.router.weight_t)
+            yield from (block.ffn.w13_t[0], block.ffn.w2_t[0], block.attn_hyper.fn_t, block.ffn_hyper.fn_t)
 
     def _keep_streams(self, x: Tensor, step: Step) -> None:
         """The draft layer resumes from the streams before a page boundary."""

@@ -345,9 +345,10 @@ def test_an_error_row_carries_its_code(rig):
     assert only(out, Ended) == [Ended(RID, 0, FinishReason.ERROR, "worker_lost", "gone")]
 
 
-def test_kills_are_remembered_for_the_next_attempt(rig):
+def test_the_latest_count_of_kills_goes_with_the_next_attempt(rig):
     submit = rig.submit()
     named = submit.choices[0]
+    rig.receive(MovedRows(i32(named.row), i32(named.row_gen), i32(2)))
     rig.receive(MovedRows(i32(named.row), i32(named.row_gen), i32(1)))
     rig.receive(MovedRows(i32(named.row), i32(named.row_gen + 1), i32(2)))
     rig(Closed(rig.conn))

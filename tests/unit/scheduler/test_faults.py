@@ -165,6 +165,18 @@ def test_a_new_model_is_welcome_once_nothing_of_the_old_one_is_left():
     assert not new.bye and m.core.status().model.revision == "r2"
 
 
+def test_an_upgrade_of_the_only_group_ends_what_its_predecessor_began():
+    m, g, js = busy()
+    new = FakeWorker(boot=2, pages=24)
+    new.hello = dataclasses.replace(new.hello, model=dataclasses.replace(MODEL, revision="r2"))
+    m.worker(new)
+    assert {s.error for j in js for s in j.streams if not s.reason or s.error} == {"model_changed"}
+    after = m.submit(g, max_tokens=5)
+    m.run()
+    m.expect(after)
+    m.idle()
+
+
 def test_a_gateway_of_another_revision_is_refused():
     m = Mesh()
     g = m.gate()

@@ -10,7 +10,7 @@ from scheduler_svc.core.keymap import key_columns
 from scheduler_svc.core.prefix import Match, PrefixIndex
 from scheduler_svc.core.rebuild import check
 from scheduler_svc.core.reuse import Action, Prices, choose, decide, shared_pages
-from scheduler_svc.core.tails import NO_TAIL, Reason
+from scheduler_svc.core.tails import NO_TAIL, Reason, save_points
 from scheduler_svc.core.trie import Bits
 from tests.unit.scheduler.prefix_oracle import key_of
 
@@ -48,6 +48,7 @@ def test_replay_pays_from_one_receptive_field_behind_the_tail():
     far = decide(match(base=40, tail=3), 50 * PAGE_TOKENS, PRICES)
     assert (far.action, far.start, far.write_from) == (Action.REPLAY, 40 * PAGE_TOKENS - REPLAY, 40 * PAGE_TOKENS)
     assert far.tail == NO_TAIL and far.pages == 40
+    assert near.tails_after == near.start and far.tails_after == far.write_from - 1
     assert decide(match(base=1), 5 * PAGE_TOKENS, PRICES).action is Action.NOTHING  # shorter than the field itself
 
 
@@ -104,6 +105,7 @@ def test_no_possible_way_is_cheaper(counts, pages, layers, costs, share):
         ways.append(cost(base * PAGE_TOKENS - prices.replay_tokens))
     assert got.price_ns == pytest.approx(min(ways))
     assert 0 <= got.start < tokens and got.start <= got.write_from + (got.action is Action.LOAD) * tokens
+    assert got.start <= got.tails_after and (got.action is Action.REPLAY or got.start == got.tails_after)
     assert got.pages <= base and got.write_from % PAGE_TOKENS == 0
     assert got.write_from == (got.pages + got.load_pages) * PAGE_TOKENS
 
@@ -156,3 +158,69 @@ def test_where_chains_meet_a_tail_is_wanted():
     assert index.pools[POOL].trie.bits[row] & int(Bits.BRANCH)
     assert index.counters.branches == 1
     check(index, [])
+
+
+class Served:
+    """Requests one after another over one pool: matches, decides, publishes, saves and evicts as a scheduler does."""
+
+    def __init__(self, pages, tails):
+        self.index = PrefixIndex()
+        self.index.add_pool(POOL, first_page=0, pages=pages, first_tail=0, tails=tails)
+        self.free, self.free_tails = list(range(pages)), list(range(tails))
+        self.now = self.reused = self.reusable = 0
+        self.seen = {}
+
+    def request(self, keys, tokens):
+        """`keys` are those of the prompt of `tokens` tokens and of what is generated after it."""
+        self.now += 1
+        limit, prompt_pages = (tokens - 1) // PAGE_TOKENS, tokens // PAGE_TOKENS
+        self.reusable += next((i for i in range(limit) if keys[i] not in self.seen), limit)
+        self.seen.update(dict.fromkeys(keys))
+        found = self.index.match(POOL, key_columns(keys[:prompt_pages]), limit)
+        way = decide(found, tokens, Prices(layers=3, token_ns=1.0))
+        points = save_points(way.tails_after, tokens, self.index.branch_points(found, prompt_pages))
+        hold = self.index.acquire(found, way.pages, way.tail, self.now)
+        self.index.release_tail(hold)
+        self.reused += way.start // PAGE_TOKENS
+        fresh = keys[way.pages :]
+        if len(self.free) < len(fresh):
+            pages, tails = self.index.evict_pages(POOL, len(fresh) - len(self.free))
+            self.free += pages
+            self.free_tails += tails
+        if fresh:
+            own = [self.free.pop() for _ in fresh]
+            self.free += own[: self.index.publish(hold, fresh, own, own, self.now).twins]
+        for pos, reasons in [*points, (len(keys) * PAGE_TOKENS, int(Reason.TURN))]:
+            self.free_tails += [] if self.free_tails else self.index.evict_tails(POOL, 1, reasons)
+            if self.free_tails:
+                tail = self.free_tails.pop()
+                if not self.index.attach_tail(hold, pos // PAGE_TOKENS, tail, reasons, self.now)[0]:
+                    self.free_tails.append(tail)
+        self.index.release(hold, self.now)
+
+
+def sessions(rng, count, turns, shared, first, mine, answers):
+    """Growing prompts of sessions in random order: [(keys, tokens of the prompt)], and the pages there are."""
+    chains = [[key_of((0, i)) for i in range(shared)] + [key_of((1, s, i)) for i in range(first)] for s in range(count)]
+    out = []
+    for turn in range(turns):
+        for s in rng.permutation(count).tolist():
+            prompt = chains[s] + [key_of((2, s, turn, i)) for i in range(rng.integers(*mine))]
+            chains[s] = prompt + [key_of((3, s, turn, i)) for i in range(rng.integers(*answers))]
+            out.append((chains[s], len(prompt) * PAGE_TOKENS + int(rng.integers(1, PAGE_TOKENS))))
+    return out, len({key for keys, _ in out for key in keys})
+
+
+@pytest.mark.parametrize(
+    ("count", "least", "shape"),
+    [(2, 0.95, (8, 0, 400, (0, 3), (1, 8))), (12, 0.9, (8, 32, 0, (1, 8), (1, 4)))],
+    ids=["two_long_sessions", "agents"],
+)
+def test_sessions_find_their_prefixes_again_with_two_tails_each(count, least, shape):
+    trace, pages = sessions(np.random.default_rng(1), count, *shape)
+    served = Served(pages * 11 // 10, 2 * count)
+    for keys, tokens in trace:
+        served.request(keys, tokens)
+    check(served.index, [])
+    assert served.index.counters.tails_evicted > 2 * count
+    assert served.reused >= least * served.reusable

@@ -39,13 +39,11 @@ def _sinkhorn(scores: _Floats, iterations: int, eps: np.float32) -> _Floats:
     rows = np.empty_like(comb[:, :, :1])
     add, divide = np.add.reduce, np.divide
     for last in range(iterations):
-        add(comb, axis=1, keepdims=True, out=columns)
-        columns += eps
+        add(comb, axis=1, keepdims=True, out=columns, initial=eps)
         divide(comb, columns, out=comb)
         if last == iterations - 1:
             break
-        add(comb, axis=2, keepdims=True, out=rows)
-        rows += eps
+        add(comb, axis=2, keepdims=True, out=rows, initial=eps)
         divide(comb, rows, out=comb)
     mixed: _Floats = comb
     return mixed

@@ -9,12 +9,16 @@ from torch import Tensor
 
 QUERIES = 8
 KEYS = 64
+QUERY_TILE = 128
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """See the door."""
-    products = torch.matmul(q, keys.t()).relu_()  # [T, h, n]
-    return torch.bmm(weights.unsqueeze(1), products).squeeze(1)
+    """See the door; QUERY_TILE queries at a time, because the products take heads times the memory of the scores."""
+    parts = []
+    for first in range(0, q.shape[0], QUERY_TILE):
+        products = torch.matmul(q[first : first + QUERY_TILE], keys.t()).relu_()  # [t, h, n]
+        parts.append(torch.bmm(weights[first : first + QUERY_TILE].unsqueeze(1), products).squeeze(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def blocked_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:

@@ -11,6 +11,11 @@ from worker_svc.ops.matmul import ref
 DETERMINISTIC_ROWS = ref.ROWS
 
 
+def rows_agree(weight_t: Tensor) -> bool:
+    """True if this machine's BLAS gives equal rows of a fixed-size product equal bits, wherever they stand."""
+    return ref.rows_agree(weight_t)
+
+
 def matmul(x: Tensor, weight_t: Tensor, *, deterministic: bool = False) -> Tensor:
     """[S, K] @ [K, N] -> [S, N], FP32."""
     assert x.dim() == 2 and weight_t.dim() == 2 and x.shape[1] == weight_t.shape[0], (x.shape, weight_t.shape)

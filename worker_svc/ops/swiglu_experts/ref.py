@@ -33,30 +33,51 @@ def swiglu_experts(
     """See the door."""
     if round_input is not None:
         x = round_input(x)
+    if x.shape[0] == 1:
+        return _one_token(x, w13_t, w2_t, experts, weights, limit, deterministic, round_input)
     out = torch.zeros_like(x)
     for expert, tokens, scale in _groups(experts, weights):
-        hidden = matmul(x if tokens is None else x[tokens], w13_t[expert], deterministic=deterministic)
+        hidden = matmul(x[tokens], w13_t[expert], deterministic=deterministic)
         inner = clamped_swiglu(hidden, limit).mul_(scale)
         if round_input is not None:
             inner = round_input(inner)
         part = matmul(inner, w2_t[expert], deterministic=deterministic)
-        out = out.add_(part) if tokens is None else out.index_add_(0, tokens, part)
+        out.index_add_(0, tokens, part)
     hidden = matmul(x, w13_t[-1], deterministic=deterministic)
     inner = clamped_swiglu(hidden, limit)
     return out.add_(matmul(inner if round_input is None else round_input(inner), w2_t[-1], deterministic=deterministic))
 
 
-def _groups(experts: Tensor, weights: Tensor) -> list[tuple[int, Tensor | None, Tensor]]:
-    """(expert, its tokens or None for all, their weights [n, 1]) by ascending expert; unused experts are skipped."""
-    num_tokens, k = experts.shape
-    if num_tokens == 1:
-        return [
-            (expert, None, weights[:, place : place + 1])
-            for expert, place in sorted(zip(experts[0].tolist(), range(k)))
-        ]
+def _one_token(
+    x: Tensor,
+    w13_t: Tensor,
+    w2_t: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    limit: float,
+    deterministic: bool,
+    round_input: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """The same for a single token: one activation over all its experts instead of one for each. Same bits."""
+    order = experts[0].argsort()
+    chosen = [*experts[0][order].tolist(), -1]
+    hidden = torch.cat([matmul(x, w13_t[expert], deterministic=deterministic) for expert in chosen])
+    inner = clamped_swiglu(hidden, limit)
+    inner[:-1].mul_(weights[0][order].unsqueeze(1))
+    if round_input is not None:
+        inner = round_input(inner)
+    out = torch.zeros_like(x)
+    for place, expert in enumerate(chosen):
+        out.add_(matmul(inner[place : place + 1], w2_t[expert], deterministic=deterministic))
+    return out
+
+
+def _groups(experts: Tensor, weights: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens, their weights [n, 1]) by ascending expert; unused experts are skipped."""
+    k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     tokens, scales = order // k, weights.flatten()[order].unsqueeze(1)
-    groups: list[tuple[int, Tensor | None, Tensor]] = []
+    groups: list[tuple[int, Tensor, Tensor]] = []
     end = 0
     for expert, count in enumerate(experts.flatten().bincount().tolist()):
         begin, end = end, end + count
