@@ -16,7 +16,7 @@ class SchedulerConfig:
     insecure: bool = option(False, "Allow plain TCP beyond loopback.")
     reflection: bool = option(False, "Describe the services to grpcurl and the like.")
     workers: tuple[str, ...] = option((), "Names of the worker groups to expect, comma separated.")
-    depth: int = option(1, "Step frames in a worker's hands at once, 1 to 3.")
+    depth: int = option(2, "Step frames in a worker's hands at once, 1 to 3.")
     chunk_tokens: int = option(2048, "Most tokens in one step; the worker's own limit also binds.")
     queue_requests: int = option(4096, "Waiting choices before new ones are refused.")
     queue_bytes: int = option(1 << 30, "Bytes of waiting prompts before new ones are refused.")
