@@ -13,9 +13,10 @@ import numpy as np
 from meshkit.frames import TailLoad
 from meshkit.types import PAGE_TOKENS
 from scheduler_svc.core import finish
-from scheduler_svc.core.chunk import chunk
 from scheduler_svc.core.fork import init, reserve_follower
 from scheduler_svc.core.keymap import I64, key_columns
+from scheduler_svc.core.mixed import Sharing
+from scheduler_svc.core.policy import growth_pages
 from scheduler_svc.core.prefix import Match
 from scheduler_svc.core.request import Donor, Phase, Seq, pages_for
 from scheduler_svc.core.reuse import Action, Decision, Prices, decide
@@ -43,14 +44,18 @@ class Offer:
     decision: Decision
 
 
-def admit(st: State, worker: Worker, draft: Draft) -> None:
-    """Place waiting choices in order. One whose KV does not fit yet may be passed by others, a bounded number of times.
+def admit(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> None:
+    """Place waiting choices in turn. One whose KV does not fit yet may be passed by others, a bounded number of times.
 
     Another worker's next frame takes what is its.
     """
     blocked: Seq | None = None
-    for seq in st.queue.head(st.limits.scan):
-        if not draft.budget or not _any_slot(st, worker, draft):
+    if st.limits.conservativeness:
+        _hold_back(st)
+    for seq in st.turns.candidates(st.queue, st.limits.scan, lambda s: weight(st, s), lambda s: cached_tokens(st, s)):
+        if not sharing.open(draft) or not _any_slot(st, worker, draft):
+            return
+        if draft.urgent is not None and seq.req.priority > draft.urgent.req.priority:
             return
         if seq.phase is not Phase.QUEUED or st.now < seq.req.hold_until_ns:
             continue
@@ -67,11 +72,12 @@ def admit(st: State, worker: Worker, draft: Draft) -> None:
             continue
         if _finds_donor(st, seq, offer):
             continue
-        if offer.worker is not worker:
+        if offer.worker is not worker or not sharing.has_tokens_for(seq, offer.decision.start):
             continue
         if blocked is not None:
             blocked.bypassed += 1
         _place_group(st, draft, offer, seq)
+        sharing.placed(seq)
         if blocked is not None and blocked.bypassed >= st.limits.bypass:
             return
 
@@ -102,7 +108,7 @@ def servable_pages(seq: Seq) -> int:
 def prices(st: State, worker: Worker) -> Prices:
     """What prefill costs on this worker."""
     layers = st.model.layers if st.model is not None else 0
-    return Prices(layers=layers or UNKNOWN_LAYERS, token_ns=worker.chunk_token_ns or TOKEN_NS)
+    return Prices(layers=layers or UNKNOWN_LAYERS, token_ns=worker.cost.token_ns or TOKEN_NS)
 
 
 def demand(st: State, worker: Worker, seq: Seq) -> int:
@@ -111,7 +117,8 @@ def demand(st: State, worker: Worker, seq: Seq) -> int:
     Never more than it can use at all, so that whatever fits an empty pool is served by one.
     """
     flight = st.limits.depth * worker.hello.max_verify
-    return min(seq.most_pages, pages_for(seq.total + flight) + 1)
+    growth = _growth(st, seq) if st.limits.conservativeness else 0
+    return min(seq.most_pages, pages_for(seq.total + flight) + 1 + growth)
 
 
 def best_offer(st: State, seq: Seq) -> Offer | None:
@@ -142,13 +149,39 @@ def spare_room(st: State, rank: Rank, match: Match, decision: Decision) -> int:
     """Pages there would be for this choice on that rank, the shared ones counted as its own."""
     rows = match.rows[: decision.pages]
     refs = st.index.pools[rank.pool].trie.refs[rows]
-    return room(st, rank) + int(np.count_nonzero(refs))
+    return room(st, rank) - rank.held_back + int(np.count_nonzero(refs))
 
 
 def _load(worker: Worker, rank: Rank) -> int:
     """Work waiting on a rank, in prefill tokens."""
     mine = [s for s in worker.running if s.rank == rank.index]
     return sum(s.total - s.fed for s in mine if s.phase is Phase.PREFILL) + DECODE_LOAD * len(mine)
+
+
+def weight(st: State, seq: Seq) -> float:
+    """What a waiting choice costs its tenant, in tokens; what ran before was paid for."""
+    return 0.0 if seq.emitted else seq.total + st.outputs.expected(seq.req.params.max_tokens)
+
+
+def cached_tokens(st: State, seq: Seq) -> int:
+    """The longest prefix of a waiting choice that some rank has."""
+    ranks = [rank for worker in st.workers.values() if worker.serving for rank in worker.ranks]
+    limit, columns = servable_pages(seq), columns_of(seq)
+    return PAGE_TOKENS * max((st.index.match(rank.pool, columns, limit).base for rank in ranks), default=0)
+
+
+def _growth(st: State, seq: Seq) -> int:
+    expected = st.outputs.expected(seq.req.params.max_tokens)
+    return growth_pages(st.limits.conservativeness, expected, seq.req.params.max_tokens, len(seq.emitted))
+
+
+def _hold_back(st: State) -> None:
+    """Pages that running choices will want, by rank."""
+    for worker in st.workers.values():
+        for rank in worker.ranks:
+            rank.held_back = 0
+        for seq in worker.running:
+            worker.ranks[seq.rank].held_back += _growth(st, seq)
 
 
 # ---- waiting for a running prefill ----------------------------------------------------------------------------------
@@ -228,7 +261,6 @@ def _place_group(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
                 break
             extra -= 1
             reserve_follower(st, worker, rank, seq, sibling)
-    chunk(st, worker, draft, seq)
 
 
 def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
@@ -254,6 +286,8 @@ def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
         draft.loading.append(hold)
     if decision.start:
         st.count("prefix_hits")
+        if decision.action is Action.REPLAY:
+            st.count("replays")
         st.total("cached_tokens", decision.start)
         if seq.emitted:
             st.count("resumed_from_tail")
@@ -261,6 +295,10 @@ def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
     append(draft, seq, shared.tolist() + [rank.pages.take() for _ in range(need)])
     draft.inits.append(init(seq))
     finish.add_running(worker, seq)
+    seq.planned_step = draft.step  # in this frame already: not to be preempted by it
+    st.turns.started(seq, max(0.0, weight(st, seq) - decision.start))
+    if st.limits.conservativeness:
+        rank.held_back += _growth(st, seq)
 
 
 def _points(st: State, offer: Offer, seq: Seq) -> list[tuple[int, int]]:

@@ -13,18 +13,16 @@ from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Phase, Seq
 from scheduler_svc.core.state import MS, Record, Row, State, Worker, emit
 
-CHUNK_TOKENS = 16
-"""A step with so many chunk tokens is timed by its tokens."""
-
 _TAKES_IDS = (RowState.SAMPLED, RowState.FINISHED)
 
 
 def book(st: State, worker: Worker, record: Record, result: ResultFrame) -> None:
     """Book the oldest frame in flight; the caller has checked the result's shape and taken the record out."""
     st.step = record.step
-    _timing(worker, record, result)
     if result.jit_compiles:
         st.fault("jit_compiles")
+    else:
+        worker.cost.observe(record.shape, result.t_end_ns - result.t_start_ns)
     _spares(worker, record, result)
     entries = _logprob_entries(result.logprobs)
     states, counts, tokens = result.states.tolist(), result.counts.tolist(), result.tokens.tolist()
@@ -102,28 +100,16 @@ def _spares(worker: Worker, record: Record, result: ResultFrame) -> None:
             seq.spare_pos = pos
 
 
-def _timing(worker: Worker, record: Record, result: ResultFrame) -> None:
-    """Moving averages behind the step deadline: steps of decode rows apart from chunks, which cost by their tokens."""
-    took = max(0, result.t_end_ns - result.t_start_ns)
-    if not record.rows:
-        return
-    if record.chunk_tokens < CHUNK_TOKENS:
-        worker.results += 1
-        worker.step_ns += max(0.1, 1 / worker.results) * (took - worker.step_ns)
-    else:
-        worker.chunk_results += 1
-        weight = max(0.1, 1 / worker.chunk_results)
-        worker.chunk_token_ns += weight * (took / record.chunk_tokens - worker.chunk_token_ns)
-
-
 def deadline_ns(st: State, worker: Worker, record: Record) -> int:
-    """How long this frame may run: a multiple of what recent ones like it took, generous until there were some."""
+    """How long this frame may run: a multiple of its predicted time, generous until like frames were timed."""
     limits = st.limits
-    chunked = record.chunk_tokens >= CHUNK_TOKENS
-    if (worker.chunk_results if chunked else worker.results) < limits.warm_steps:
-        return limits.warm_deadline_ms * MS
-    predicted = worker.step_ns + (worker.chunk_token_ns * record.chunk_tokens if chunked else 0)
-    return max(limits.step_deadline_ms * MS, int(limits.step_deadline_factor * predicted))
+    return worker.cost.deadline_ns(
+        record.shape,
+        least_ns=limits.step_deadline_ms * MS,
+        factor=limits.step_deadline_factor,
+        warm_steps=limits.warm_steps,
+        warm_ns=limits.warm_deadline_ms * MS,
+    )
 
 
 def _logprob_entries(columns: LogprobColumns) -> dict[int, list[Entry]]:

@@ -8,12 +8,12 @@ from scheduler_svc.core.rows import Draft, add_row, give_spare, grow
 from scheduler_svc.core.state import Row, State, Worker
 
 
-def chunk(st: State, worker: Worker, draft: Draft, seq: Seq) -> None:
-    """The next part of a prefill: as much as the budget allows, up to the fork point if siblings wait there."""
+def chunk(st: State, worker: Worker, draft: Draft, seq: Seq, most: int) -> None:
+    """The next part of a prefill: up to `most` tokens, up to the fork point if siblings wait there."""
     last_prompt = len(seq.req.prompt) - 1
     if seq.followers and seq.fed == last_prompt:
         fork(st, worker, draft, seq)
-    n = min((last_prompt if seq.followers else seq.total) - seq.fed, draft.budget)
+    n = min((last_prompt if seq.followers else seq.total) - seq.fed, draft.budget, most)
     if n <= 0 or not grow(st, worker, draft, seq, seq.fed + n):
         return
     start, end = seq.fed, seq.fed + n

@@ -122,6 +122,15 @@ class CostModel:
         """Time of such a step; 0 while nothing is known."""
         return sum(c * t for c, t in zip(self._coef, _terms(shape), strict=True))
 
+    def alone(self, rows: int, row_context: int) -> float:
+        """Time of a step of decode rows only."""
+        return self.predict(Shape(rows, row_context))
+
+    @property
+    def token_ns(self) -> float:
+        """What a prefill token costs in a chunk of some hundred; 0 while no chunk was timed."""
+        return self.predict(Shape(chunk_tokens=KNOTS[-1])) / KNOTS[-1] if self.chunk_steps else 0.0
+
     @property
     def context_weight(self) -> float:
         """What one token of context adds to a chunk token's cost, in chunk tokens."""

@@ -7,13 +7,14 @@ row needs is in `rows`, prefills are in `chunk`, admission in `admit`.
 import numpy as np
 
 from meshkit.frames import PublishedTail, StepFrame
-from scheduler_svc.core import finish
+from scheduler_svc.core import finish, mixed
 from scheduler_svc.core.admit import admit
-from scheduler_svc.core.chunk import chunk
+from scheduler_svc.core.cost import Shape
 from scheduler_svc.core.request import Phase
 from scheduler_svc.core.rows import Draft, add_row, grow
 from scheduler_svc.core.seal import seal_all
 from scheduler_svc.core.state import Record, Row, State, Worker
+from scheduler_svc.core.urgent import give_way
 
 
 def pump(st: State) -> None:
@@ -39,9 +40,12 @@ def build(st: State, worker: Worker) -> StepFrame | None:
         draft.frees.append(finish.release(st, closing))
     worker.closing.clear()
     seal_all(st, worker)
+    if st.limits.policy == "priority":
+        give_way(st, worker, draft)
     _decode_rows(st, worker, draft)
-    _chunk_rows(st, worker, draft)
-    admit(st, worker, draft)
+    sharing = mixed.share_of(st, worker, draft)
+    admit(st, worker, draft, sharing)
+    mixed.chunk_rows(st, worker, draft, sharing)
     for hold in draft.loading:
         st.index.release_tail(hold)
     rows = [row for rank_rows in draft.rows for row in rank_rows]
@@ -51,10 +55,21 @@ def build(st: State, worker: Worker) -> StepFrame | None:
         return None
     assert rows or not (draft.inits or draft.appends or draft.saves), "operations on slots come with rows"
     worker.step = draft.step
-    record = Record(draft.step, rows, sum(row.n for row in rows if row.chunk), st.now)
+    record = Record(draft.step, rows, _shape(rows), st.now)
     worker.inflight.append(record)
     st.total("steps")
     return _frame(worker, draft, record)
+
+
+def _shape(rows: list[Row]) -> Shape:
+    """What the cost model is told of a frame."""
+    chunks = [row for row in rows if row.chunk]
+    return Shape(
+        rows=len(rows) - len(chunks),
+        row_context=sum(row.start for row in rows if not row.chunk),
+        chunk_tokens=sum(row.n for row in chunks),
+        chunk_work=sum(row.n * (row.start + row.n // 2) for row in chunks),
+    )
 
 
 def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
@@ -106,11 +121,3 @@ def _decode_rows(st: State, worker: Worker, draft: Draft) -> None:
         if seq.phase is not Phase.DECODE or not grow(st, worker, draft, seq, seq.fed + 1):
             continue
         add_row(draft, Row(seq, seq.gen, False, seq.fed, 1, True))
-
-
-def _chunk_rows(st: State, worker: Worker, draft: Draft) -> None:
-    for seq in list(worker.running):
-        if not draft.budget:
-            break
-        if seq.phase is Phase.PREFILL:
-            chunk(st, worker, draft, seq)

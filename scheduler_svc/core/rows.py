@@ -39,6 +39,7 @@ class Draft:
     appends: list[PageAppend] = field(default_factory=list)
     loads: list[TailLoad] = field(default_factory=list)
     saves: list[TailSave] = field(default_factory=list)
+    urgent: Seq | None = None  # a waiting choice for which others were preempted: nobody passes it
     loading: list[Hold] = field(default_factory=list)  # whose tails must stay until this frame is complete
 
 

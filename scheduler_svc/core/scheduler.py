@@ -24,7 +24,7 @@ from meshkit.frames import (
     WorkerHello,
 )
 from meshkit.types import PAGE_TOKENS
-from scheduler_svc.core import admit, adopt, attach, audit, finish, plan, room
+from scheduler_svc.core import admit, adopt, attach, audit, door, finish, plan, room
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.events import Drain, Drained, Flush
 from scheduler_svc.core.explain import Explanation, explain
@@ -171,6 +171,7 @@ class Scheduler:
             return
         self._tick_ns = st.now
         self._streams()
+        door.learn(st)
         attach.suspects_due(st)
         for req in list(st.requests.values()):
             if req.expire_ns and st.now >= req.expire_ns:

@@ -13,8 +13,11 @@ from meshkit.core import Count, Send
 from meshkit.frames import Dump, Envelope, Frame, PublishedPage, SchedulerStatus, SubmitReply, WorkerHello
 from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.core.cost import CostModel, Shape
+from scheduler_svc.core.forecast import Outputs
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.outbox import Entry, Outbox
+from scheduler_svc.core.policy import Turns
 from scheduler_svc.core.prefix import Hold, PoolId, PrefixIndex
 from scheduler_svc.core.queue import WaitQueue
 from scheduler_svc.core.request import Request, Seq
@@ -56,6 +59,7 @@ class Rank:
     pages: Pool
     tails: Pool
     slots: Pool
+    held_back: int = 0  # pages for the growth of what runs here, by the last admission
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +92,7 @@ class Record:
 
     step: int
     rows: list[Row]
-    chunk_tokens: int
+    shape: Shape
     sent_ns: int
 
 
@@ -134,10 +138,7 @@ class Worker:
     publish_tails: dict[int, int] = field(default_factory=dict)  # tail -> page, told with the next frame
     retire_pages: list[int] = field(default_factory=list)
     retire_tails: list[int] = field(default_factory=list)
-    results: int = 0
-    step_ns: float = 0.0  # moving average over steps without a real chunk
-    chunk_token_ns: float = 0.0  # moving average over the others, per chunk token
-    chunk_results: int = 0
+    cost: CostModel = field(default_factory=CostModel)
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +174,9 @@ class State:
         self.requests: dict[RequestId, Request] = {}
         self.rows: dict[RowKey, Seq] = {}
         self.queue = WaitQueue()
+        self.turns = Turns(limits.policy, limits.quantum)
+        self.outputs = Outputs()
+        self.wait_ns = 0.0  # forecast of a short newcomer's wait; 0 = nobody waits, or unknown
         self.workers: dict[str, Worker] = {}
         self.index = PrefixIndex()
         self.lost: dict[str, Lost] = {}
@@ -240,7 +244,9 @@ class State:
         return not self.draining and any(w.serving for w in self.workers.values())
 
     def retry_after_ms(self) -> int:
-        """How long the queue will take at the recent pace."""
+        """How long the queue will take: by the forecast, or at the recent pace of ends while there is none."""
+        if self.wait_ns:
+            return int(min(30_000, max(250, self.wait_ns / MS)))
         return int(min(30_000, max(250, self.finish_gap_ns / MS * (len(self.queue) + 1))))
 
     def status(self) -> SchedulerStatus:

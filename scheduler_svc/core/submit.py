@@ -9,7 +9,7 @@ import heapq
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
 from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
-from scheduler_svc.core import adopt, finish
+from scheduler_svc.core import adopt, door, finish
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
 from scheduler_svc.core.state import MS, Known, State, emit
 
@@ -114,7 +114,7 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
     nbytes = sum(4 * (len(sub.prompt) + len(c.emitted)) + 1024 for c in choices)
     if len(st.queue) + len(choices) > st.limits.queue_requests or st.queue.nbytes + nbytes > st.limits.queue_bytes:
         return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue)} choices wait", st.retry_after_ms())
-    return None
+    return door.refuse(st, sub, len(choices), nbytes)
 
 
 def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
@@ -151,7 +151,7 @@ def _names(st: State, sub: Submit) -> tuple[bytes, tuple[bytes, ...]]:
     """Namespace and prompt keys: the gateway's, or our own if it sent none, or a request's own if nothing is shared."""
     revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
     namespace, keys = sub.namespace, sub.page_keys
-    if not st.limits.prefix_cache:
+    if not st.limits.prefix_cache or (not namespace and st.model is None):
         namespace, keys = namespace_key(sub.request_id.hex(), "", revision, layout), ()
     elif not namespace:
         namespace = namespace_key(sub.tenant, "", revision, layout)

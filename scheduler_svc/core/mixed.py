@@ -1,0 +1,84 @@
+"""Prefill beside decode: how many tokens of a frame prefills get, how they share them, and who may join.
+
+The step is to take no longer than `itl_factor` times its decode rows alone (or `itl_floor_ms`, if that is more), and
+never longer than `step_ms`; a lone prefill takes what `step_ms` allows. A waiting choice joins when it would get tokens
+now: because what is left of shorter prefills leaves some, or because it is older than every prefill that runs.
+"""
+
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.chunk import chunk
+from scheduler_svc.core.cost import CostModel
+from scheduler_svc.core.policy import GRAIN, Work, split
+from scheduler_svc.core.request import Phase, Seq
+from scheduler_svc.core.rows import Draft
+from scheduler_svc.core.state import MS, State, Worker
+
+
+def target_ns(st: State, cost: CostModel, rows: int, row_context: int) -> float:
+    """How long a step with these decode rows may take."""
+    limits = st.limits
+    most = limits.step_ms * MS
+    if not rows:
+        return float(most)
+    alone = cost.alone(rows, row_context)
+    doubt = 1 + min(cost.error, 0.2)
+    return min(max(limits.itl_factor * alone / doubt, limits.itl_floor_ms * MS), max(most, 1.25 * alone))
+
+
+@dataclass(slots=True, eq=False)
+class Sharing:
+    """The prefill part of one frame. `tokens`: its cost limit, in prefill tokens at no context."""
+
+    tokens: float
+    context_weight: float
+    running: list[tuple[float, tuple[int, int, int]]] = field(default_factory=list)  # cost left and key of each
+    fresh: int = 0
+
+    def open(self, draft: Draft) -> bool:
+        """Whether the frame can take one more prefill at all."""
+        return draft.budget > self.fresh and (self.fresh + 1) * GRAIN <= max(self.tokens, GRAIN)
+
+    def has_tokens_for(self, seq: Seq, start: int) -> bool:
+        """Whether this waiting choice would get some, were it placed with `start` tokens cached."""
+        cost = Work(seq.total - start, start).cost(self.context_weight)
+        if sum(c for c, _ in self.running if c <= cost) < self.tokens:
+            return True
+        return all(seq.key < key for _, key in self.running)
+
+    def placed(self, seq: Seq) -> None:
+        self.fresh += 1
+        self.running.append((_work(seq).cost(self.context_weight), seq.key))
+
+
+def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
+    """What this frame leaves to prefills, beside the decode rows it holds."""
+    rows = sum(len(rank_rows) for rank_rows in draft.rows)
+    row_context = sum(row.start for rank_rows in draft.rows for row in rank_rows)
+    tokens = worker.cost.chunk_for(rows, row_context, target_ns(st, worker.cost, rows, row_context), draft.budget)
+    sharing = Sharing(float(max(tokens, GRAIN)), worker.cost.context_weight)
+    for seq in worker.running:
+        if seq.phase is Phase.PREFILL:
+            sharing.running.append((_work(seq).cost(sharing.context_weight), seq.key))
+    return sharing
+
+
+def chunk_rows(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> None:
+    """Give the running prefills, those placed in this frame included, their tokens."""
+    seqs = [s for s in worker.running if s.phase is Phase.PREFILL]
+    works = [_work(s, fresh=s.planned_step == draft.step) for s in seqs]
+    grants = split(
+        sharing.tokens, draft.budget, works, share=st.limits.prefill_share, context_weight=sharing.context_weight
+    )
+    forks = [f for s, n in zip(seqs, grants, strict=True) if n for f in s.followers if s.fed == len(s.req.prompt) - 1]
+    for seq, n in zip(seqs, grants, strict=True):
+        if n and seq.phase is Phase.PREFILL:
+            chunk(st, worker, draft, seq, n)
+    for seq in forks:  # their leader's prefill is theirs now: each computes the prompt's last token
+        if draft.budget and seq.phase is Phase.PREFILL:
+            chunk(st, worker, draft, seq, 1)
+
+
+def _work(seq: Seq, *, fresh: bool = False) -> Work:
+    end = len(seq.req.prompt) - 1 if seq.followers else seq.total
+    return Work(max(1, end - seq.fed), seq.fed, fresh)
