@@ -229,6 +229,9 @@ class Checker:
         elif effect.error_code == "deadline":
             if self.world.now_ns < track.deadline_ns - 2 * MS or spec.deadline_ms >= LONG_DEADLINE_MS:
                 raise Violation("I12", f"{where} ended by deadline")
+        elif effect.error_code == "never_fits":
+            if not self._never_fits(spec):
+                raise Violation("I2", f"{where} ended with never_fits: {effect.error_message}")
         elif effect.error_code != "request_poisoned" or self.world.faults_fired < 2:
             raise Violation("I2", f"{where} ended with {effect.error_code}: {effect.error_message}")
 
@@ -237,15 +240,18 @@ class Checker:
         if any(track.have) or any(track.ended) or track.silent:
             raise Violation("I2", f"request {spec.number} refused after it had begun")
         track.over = True
-        pages = -(-(len(spec.prompt) + spec.params.max_tokens - 1) // PAGE_TOKENS)
         fair = {
-            Verdict.NEVER_FITS: pages > knobs.pages,
+            Verdict.NEVER_FITS: self._never_fits(spec),
             Verdict.QUEUE_FULL: knobs.queue_requests < 1000,
             Verdict.DRAINING: any(fault.kind == "bye" for fault in self.world.scenario.faults),
             Verdict.NO_WORKER: self.world.faults_fired > 0 or self.world.now_ns < 300 * MS,
         }
         if not fair.get(effect.verdict, False):
             raise Violation("I2", f"request {spec.number} refused: {effect.verdict.name} {effect.message}")
+
+    def _never_fits(self, spec: RequestSpec) -> bool:
+        pages = -(-(len(spec.prompt) + spec.params.max_tokens - 1) // PAGE_TOKENS)
+        return pages > self.world.scenario.knobs.pages
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -300,12 +306,17 @@ class Checker:
             for rank in worker.ranks:
                 for name in ("pages", "tails", "slots"):
                     pool = getattr(rank, name)
-                    if len(pool.free) != pool.size:
+                    if len(pool.free) + pool.cached != pool.size:
                         return f"scheduler: {name} of {worker.name}: {len(pool.free)} of {pool.size} free"
         for process in world.workers:
             table = process.core.table
-            if table.slots or table.published or table.tails or any(table._refs):
-                return f"{process.name} holds slots or published pages"
+            if table.slots or any(table._refs):
+                return f"{process.name} holds slots"
+            ranks = state.workers[process.name].ranks
+            if len(table.published) != sum(rank.pages.cached for rank in ranks):
+                return f"{process.name} and the scheduler differ in published pages"
+            if len(table.tails) != sum(rank.tails.cached for rank in ranks):
+                return f"{process.name} and the scheduler differ in published tails"
         for process in world.gateways:
             if process.core.entries or process.core.bytes_used or process.core._rows._rows or process.core._calls:
                 return f"{process.name} has open entries"

@@ -43,6 +43,9 @@ def test_invariants_hold():
     assert tally.completed > SEEDS and tally.tokens > 20 * SEEDS
     for name in (
         "preemptions",
+        "prefix_hits",
+        "replays",
+        "resumed_from_tail",
         "slots_adopted",
         "rebinds",
         "workers_lost",

@@ -25,7 +25,7 @@ from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.events import Drain, Drained
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
-from tests.sim.device import Device, Violation
+from tests.sim.device import LAYERS, Device, Violation
 from tests.sim.reference import EOS, KV_LAYOUT, MODEL_REVISION, VOCAB, namespace
 from tests.sim.scenario import Fault, RequestSpec, Scenario, generator
 from worker_svc.core.effects import Ran, Run
@@ -34,7 +34,13 @@ from worker_svc.core.table import PoolConfig
 
 MS = 1_000_000
 MODEL = ModelInfo(
-    name="sim", revision=MODEL_REVISION, vocab_size=VOCAB, max_context=2048, eos_ids=(EOS,), kv_layout_id=KV_LAYOUT
+    name="sim",
+    revision=MODEL_REVISION,
+    vocab_size=VOCAB,
+    max_context=2048,
+    eos_ids=(EOS,),
+    kv_layout_id=KV_LAYOUT,
+    layers=LAYERS,
 )
 SETTLE_MS = 15_000
 """After the last request has ended the mesh must be back at its baseline within this time."""
@@ -280,6 +286,8 @@ class World:
         parked = {i for i in range(len(work.rows)) if knobs.park and rng.random() < knobs.park}
         fails = bool(knobs.step_error) and rng.random() < knobs.step_error
         self.faults_fired += fails
+        slots = process.core.table.slots
+        tenants = {init.slot: self.names[slots[init.slot].request_id].tenant for init in work.inits}
         process.device_free_ns = max(self.now_ns, process.device_free_ns) + int(duration * MS)
 
         def done() -> None:
@@ -290,7 +298,7 @@ class World:
                 process.failed_era = effect.era
                 process.deliver(Ran(None, "simulated"))
             else:
-                process.deliver(Ran(process.device.run(work, parked)))
+                process.deliver(Ran(process.device.run(work, parked, tenants)))
 
         self.at(process.device_free_ns, done)
 
@@ -443,6 +451,7 @@ class World:
             tenant=request.tenant,
             priority=request.priority,
             deadline_ms=request.deadline_ms,
+            namespace=namespace(request.tenant),
         )
         self.checker.arrived(request, gateway)
         gateway.deliver(start)
