@@ -9,6 +9,7 @@ from meshkit.core import Called, Reply
 from meshkit.frames import Submit, SubmitReply
 from meshkit.health import Health
 from meshkit.obs import Metrics, Tracing
+from meshkit.quiet import quiet_collector
 from meshkit.shell import Context, Peer, Shell
 from meshkit.wire import Link
 from scheduler_svc.core.config import SchedulerLimits
@@ -34,9 +35,14 @@ class SchedulerLoop:
         """The core's life; also tells the health service whether a worker serves."""
         watcher = asyncio.create_task(self._watch_ready())
         try:
-            await self.shell.run()
+            async with quiet_collector(self._busy):
+                await self.shell.run()
         finally:
             watcher.cancel()
+
+    def _busy(self) -> bool:
+        """A worker has frames in its hands."""
+        return any(worker.inflight for worker in self.core.state.workers.values())
 
     async def submit(self, request: Submit) -> SubmitReply:
         self._call += 1

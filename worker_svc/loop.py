@@ -13,6 +13,7 @@ from meshkit.build import build_id
 from meshkit.channel import open_channel
 from meshkit.core import Dial
 from meshkit.obs import Metrics
+from meshkit.quiet import quiet_collector
 from meshkit.shell import Shell
 from meshkit.types import ModelInfo
 from meshkit.wire import Link
@@ -52,7 +53,8 @@ class WorkerLoop:
     async def run(self) -> None:
         """Dial and serve until cancelled."""
         try:
-            await self.shell.run()
+            async with quiet_collector(lambda: self.machine.busy):
+                await self.shell.run()
         finally:
             for task in self._dials:
                 task.cancel()

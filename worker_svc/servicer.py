@@ -5,6 +5,7 @@ A worker answers health checks only; everything else travels on the stream that 
 
 import asyncio
 import logging
+import sys
 import time
 from typing import Final
 
@@ -18,6 +19,7 @@ from worker_svc.loaded import Loaded
 from worker_svc.loop import WorkerLoop
 
 WATCH_S: Final = 3.0
+SWITCH_S: Final = 0.0002  # how long the event loop may hold Python while a step's thread wants it
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class WorkerProcess:
     async def run(self) -> None:
         config = self._config
         loaded = await self._compute.call(self._load)
+        sys.setswitchinterval(SWITCH_S)
         self._loop = WorkerLoop(
             loaded.executor,
             self._compute,

@@ -80,6 +80,11 @@ class SlotMachine:
         """True while a scheduler's attachment is in force."""
         return self._link.attached
 
+    @property
+    def busy(self) -> bool:
+        """True while steps are under way or wait to be launched."""
+        return not self._idle
+
     def handle(self, event: Event, now_ns: int) -> list[Any]:
         """One event in, effects to carry out in order. Never raises on what a peer sent."""
         out: list[Any] = []

@@ -1,11 +1,13 @@
 """The simulated device behind `worker_svc.core.work.Executor`: knows what a step samples at once, and when it is over.
 
-Steps queue as on a GPU stream: one begins when it is launched and the one before it has ended. With `threaded` it
-begins only when the collecting thread reaches it, as on a device that a host thread must feed: then the gap between
-steps is that thread's own lateness. No torch, no weights.
+Steps queue as on a GPU stream: one begins when it is launched and the one before it has ended. With `threaded` the
+collecting thread plays the device: a step begins when that thread, having seen the end of the one before, takes it.
+Then the gap between steps is what the process really adds. No torch, no weights.
 """
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -19,17 +21,20 @@ from worker_svc.sim.state import I64, Numbers, SlotArrays
 
 SPIN_NS: Final = 1_500_000
 """The last part of a wait is spent yielding, not sleeping: a sleep ends up to a timer's slack late."""
+HOLD_NS: Final = 50_000
+"""And the very last without even that: who yields has to get the right to run Python back."""
 
 _NOTHING: Final = RowOutcome(())
 
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step on its way: when the device could begin it, how long it takes, what it comes to."""
+    """A step on its way: when the device could begin it, how long it takes, what it comes to, when it began."""
 
     at_ns: int
     takes_ns: int
     rows: tuple[RowOutcome, ...]
+    start_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class SimExecutor:
         self._waiting = waiting or Waiting()
         self._timeline = timeline
         self._free_ns = 0
+        self._queue: deque[Launched] = deque()
         self._logprobs: dict[int, int] = {}  # slots that asked -> alternatives
 
     def launch(self, work: StepWork) -> Launched:
@@ -72,14 +78,22 @@ class SimExecutor:
         for tail in work.tail_loads:
             state.load(tail.slot, tail.pos, tail.tail)
         rows, load = self._forward(work)
-        return Launched(time.monotonic_ns(), self.cost.step_ns(load), rows)
+        launched = Launched(time.monotonic_ns(), self.cost.step_ns(load), rows)
+        self._queue.append(launched)
+        return launched
 
     def collect(self, handle: Launched) -> StepOutcome:
         """Wait until the step would be over."""
-        start = time.monotonic_ns() if self._waiting.threaded else max(handle.at_ns, self._free_ns)
-        end = start + handle.takes_ns
-        self._free_ns = end
+        assert self._queue[0] is handle, "steps are collected in the order of their launch"
+        if self._waiting.threaded:
+            start = handle.start_ns or time.monotonic_ns()
+        else:
+            start = max(handle.at_ns, self._free_ns)
+        end = self._free_ns = start + handle.takes_ns
         _wait_until(end, self._waiting.spin)
+        self._queue.popleft()
+        if self._queue:
+            self._queue[0].start_ns = time.monotonic_ns()
         if self._timeline is not None:
             self._timeline(start, end)
         return StepOutcome(rows=handle.rows, t_start_ns=start, t_end_ns=end)
@@ -143,5 +157,5 @@ def _wait_until(end_ns: int, spin: bool) -> None:
             time.sleep(left / 1e9)
         elif left > SPIN_NS:
             time.sleep((left - SPIN_NS) / 1e9)
-        else:
-            time.sleep(0)  # gives up the processor and, in Python, the right to run
+        elif left > HOLD_NS:
+            os.sched_yield()  # gives up the processor and, in Python, the right to run
