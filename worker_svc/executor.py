@@ -99,6 +99,7 @@ class CpuExecutor:
             eos_ids=(config.eos_token_id,),
             # Pages of the other mode differ in their last bits: they must not be shared with one that promises bits.
             kv_layout_id=layout.layout_id + ("-d" if deterministic else ""),
+            layers=len(layout.ratios),
         )
         rules = _rules(folder, checkpoint)
         return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=rules, threads=threads)
