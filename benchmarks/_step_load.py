@@ -13,6 +13,7 @@ import sys
 import numpy as np
 
 from meshkit import wire
+from meshkit.config import environment
 from meshkit.frames import Submit, SubmitChoice, TokenFrame, Verdict
 from meshkit.testing import GatewayProbe, until
 from meshkit.types import RequestId, SamplingParams
@@ -59,6 +60,19 @@ async def main(address: str, rows: int, tokens: int) -> None:
         sys.stdout.write("running\n")
         sys.stdout.flush()
         await until(lambda: gateway.ended == rows, 600)
+
+
+async def start_load(address: str, rows: int, tokens: int) -> asyncio.subprocess.Process:
+    """Such a process; returns once every choice has its first token. The caller kills it."""
+    load = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks._step_load", address, str(rows), str(tokens)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**environment(), "PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert load.stdout is not None
+    line = await load.stdout.readline()
+    assert line == b"running\n", "the load process ended"
+    return load
 
 
 if __name__ == "__main__":

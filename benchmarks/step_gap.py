@@ -18,8 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks._step_load import start_load
 from benchmarks._steps import Loopback
-from meshkit.config import environment
 from meshkit.quiet import quiet_collector
 from meshkit.testing import ServiceProcess, until
 from meshkit.types import ModelInfo
@@ -94,15 +94,8 @@ async def across_processes(folder: Path, step_ms: float, rows: int, depth: int, 
         loop = WorkerLoop(executor, compute, group="w0", model=info, pools=pools, scheduler=address)
         serving = asyncio.create_task(loop.run())
         tokens = steps + 4 * SETTLE + int(rows * 2 / step_ms)
-        load = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "benchmarks._step_load", address, str(rows), str(tokens)),
-            stdout=asyncio.subprocess.PIPE,
-            env={**environment(), "PYTHONPATH": ":".join(filter(None, sys.path))},
-        )
+        load = await start_load(address, rows, tokens)
         try:
-            assert load.stdout is not None
-            line = await load.stdout.readline()
-            assert line == b"running\n", "the load process ended"
             begun = len(timeline) + SETTLE
             await until(lambda: len(timeline) >= begun + steps, 60 + steps * step_ms / 100)
         finally:
