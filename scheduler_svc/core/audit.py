@@ -15,8 +15,19 @@ from scheduler_svc.core.state import Rank, State, Worker
 
 
 def adds_up(st: State) -> bool:
-    """The cheap part: class sizes of every pool."""
-    return all(p.adds_up() for w in st.workers.values() for r in w.ranks for p in (r.pages, r.tails, r.slots))
+    """The cheap part, done at every step: class sizes of every pool, and what the index says of them."""
+    for worker in st.workers.values():
+        for rank in worker.ranks:
+            if not (rank.pages.adds_up() and rank.tails.adds_up() and rank.slots.adds_up()):
+                return False
+            there = st.index.pools.get(rank.pool)
+            if there is not None and (
+                there.trie.n_pages != rank.pages.known
+                or there.tails.n != rank.tails.known
+                or there.trie.idle > rank.pages.cached
+            ):
+                return False
+    return True
 
 
 def gauges(st: State) -> dict[str, int]:
@@ -32,12 +43,25 @@ def gauges(st: State) -> dict[str, int]:
     return out
 
 
-def check(st: State) -> None:
-    """AssertionError names the first difference between the tables and a recount."""
+def recount(st: State) -> None:
+    """Every place and every reference of the pools, in columns. AssertionError names the first difference."""
     for worker in st.workers.values():
-        assert st.conns[worker.conn].owner is worker, "an attached worker owns its stream"
         for rank in worker.ranks:
             _check_rank(st, worker, rank)
+    found = {pool: np.zeros(len(there.trie.refs), np.int32) for pool, there in st.index.pools.items()}
+    for hold in holds(st):
+        found[hold.pool][hold.rows] += 1
+    for pool, there in st.index.pools.items():
+        assert (found[pool] == there.trie.refs)[there.trie.page >= 0].all(), f"{pool}: references of a page are off"
+        idle = np.count_nonzero((there.trie.page >= 0) & (there.trie.refs == 0))
+        assert idle == there.trie.idle, f"{pool}: the count of idle pages is off"
+
+
+def check(st: State) -> None:
+    """All there is: the recount, the index row by row, and every list. AssertionError names the first difference."""
+    recount(st)
+    for worker in st.workers.values():
+        assert st.conns[worker.conn].owner is worker, "an attached worker owns its stream"
         _check_pending(worker)
         assert len(worker.inflight) <= st.limits.depth, "more frames in flight than the depth"
     rebuild.check(st.index, holds(st))
@@ -71,9 +95,8 @@ def _check_rank(st: State, worker: Worker, rank: Rank) -> None:
         rank.pages.recount(pages, ())
         rank.tails.recount(tails, ())
         return
-    cached = there.trie.page[there.trie.page >= 0].tolist()
-    rank.pages.recount(pages, cached)
-    rank.tails.recount(tails, (np.flatnonzero(there.tails.row >= 0) + there.tails.base).tolist())
+    rank.pages.recount(pages, there.trie.page[there.trie.page >= 0])
+    rank.tails.recount(tails, (np.flatnonzero(there.tails.row >= 0) + there.tails.base).astype(np.int32))
     assert there.trie.idle <= rank.pages.cached, "an idle page is in use"
 
 

@@ -5,7 +5,7 @@ quarantined (its worker has attached but not yet dumped). The class sizes are ke
 pool. What the places contain, and when a worker hears of it, is decided elsewhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 class Pool:
     """Places base..base+size-1 of one rank. A new pool is quarantined as a whole; `settle` opens it."""
 
-    __slots__ = ("base", "cached", "free", "kept", "kept_view", "owned", "quarantined", "run", "run_view", "size")
+    __slots__ = (
+        "base",
+        "cached",
+        "free",
+        "kept",
+        "kept_view",
+        "known",
+        "owned",
+        "quarantined",
+        "run",
+        "run_view",
+        "size",
+    )
 
     def __init__(self, base: int, size: int) -> None:
         self.base = base
@@ -24,6 +36,7 @@ class Pool:
         self.kept = np.zeros(size, np.int8)  # 1 = the prefix index knows it
         self.owned = 0
         self.cached = 0
+        self.known = 0  # places the index knows, owned ones included
         self.quarantined = size
         # One element through a memoryview costs a third of one through an array.
         self.run_view, self.kept_view = self.run.data, self.kept.data
@@ -36,6 +49,7 @@ class Pool:
             self.run_view[place - self.base] += 1
         for place in kept:
             self.kept_view[place - self.base] = 1
+        self.known = int(np.count_nonzero(self.kept))
         self.owned = int(np.count_nonzero(self.run))
         self.cached = int(np.count_nonzero((self.run == 0) & (self.kept == 1)))
         idle = np.flatnonzero((self.run == 0) & (self.kept == 0))
@@ -86,12 +100,14 @@ class Pool:
         assert self.run_view[i] > 0, "only a place in use can be kept"
         assert not self.kept_view[i], "kept twice"
         self.kept_view[i] = 1
+        self.known += 1
 
     def forget(self, place: int) -> bool:
         """The index no longer knows it; True if the place is free now."""
         i = place - self.base
         assert self.kept_view[i], "forgotten more often than kept"
         self.kept_view[i] = 0
+        self.known -= 1
         if self.run_view[i]:
             return False
         self.cached -= 1
@@ -102,7 +118,7 @@ class Pool:
         """The cheap check: class sizes against the pool's size."""
         return len(self.free) + self.owned + self.cached + self.quarantined == self.size
 
-    def recount(self, run: Iterable[int], kept: Iterable[int]) -> None:
+    def recount(self, run: Sequence[int], kept: Sequence[int] | NDArray[np.int32]) -> None:
         """The full check, against references found by walking the tables: one mention each.
 
         AssertionError names the first difference.
@@ -121,8 +137,9 @@ class Pool:
         assert not ((free > 0) & ((self.run > 0) | (self.kept > 0))).any(), "free yet in use"
         assert self.owned == np.count_nonzero(self.run), "owned counter is off"
         assert self.cached == np.count_nonzero((self.run == 0) & (self.kept > 0)), "cached is off"
+        assert self.known == np.count_nonzero(self.kept), "the count of what the index knows is off"
 
-    def _count(self, places: Iterable[int]) -> NDArray[np.int64]:
-        at = np.fromiter(places, np.int64) - self.base
+    def _count(self, places: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int64]:
+        at = np.asarray(places, np.int64) - self.base
         assert not len(at) or (at.min() >= 0 and at.max() < self.size), "a reference points outside its rank"
         return np.bincount(at, minlength=self.size)

@@ -6,6 +6,7 @@ sampling (the gateway's and the worker's).
 """
 
 import heapq
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,8 @@ from scheduler_svc.core.reuse import Decision, decide
 from scheduler_svc.core.state import MS, Conn, Gateway, State, Worker
 from scheduler_svc.core.submit import dumps_done, submit
 
+log = logging.getLogger(__name__)
+
 
 class Scheduler:
     """One model instance's scheduler. `rng` mints attachment ids; `boot` names this process start."""
@@ -42,6 +45,7 @@ class Scheduler:
         self._tick_ns = 0
         self._wake_ns = 0
         self._audited = 0
+        self._checked = 0
 
     # ---- what others may read ----
 
@@ -237,9 +241,19 @@ class Scheduler:
             st.effects.append(WakeAt(at))
 
     def _audit(self) -> None:
+        """Counters at every step; a full recount once in so many steps, and once when the last request has gone."""
         st = self._st
         steps = st.counters.get("steps", 0)
-        if steps - self._audited >= st.limits.recount_steps:
+        if steps == self._checked:
+            return
+        self._checked = steps
+        good = audit.adds_up(st)
+        if good and (steps - self._audited >= st.limits.recount_steps or not st.requests):
             self._audited = steps
-            if not audit.adds_up(st):
-                st.fault("conservation")
+            try:
+                audit.recount(st)
+            except AssertionError as error:
+                good = False
+                log.error("recount: %s", error)
+        if not good:
+            st.fault("conservation")
