@@ -78,7 +78,12 @@ def _open_rank(
     hello = worker.hello
     mine = [slot for slot in slots if slot.slot // hello.slots == rank.index]
     st.index.add_pool(
-        rank.pool, first_page=rank.pages.base, pages=hello.pages, first_tail=rank.tails.base, tails=hello.tails
+        rank.pool,
+        first_page=rank.pages.base,
+        pages=hello.pages,
+        first_tail=rank.tails.base,
+        tails=hello.tails,
+        protected_tails=hello.tails // 2,
     )
     refused_pages, refused_tails = rebuild(
         st.index,
@@ -186,7 +191,7 @@ def _adopt(st: State, worker: Worker, orphan: Orphan, seq: Seq) -> bool:
     st.count("slots_adopted")
     _place(worker, orphan.rank, orphan, seq)
     base = len(seq.emitted)
-    seq.emitted.extend(ids)
+    seq.extend(ids)
     reason = finish.reason_for(st, seq) if seq.emitted else FinishReason.NONE
     if reason is not FinishReason.NONE:
         finish.end(st, seq, reason, base=base, ids=ids)

@@ -112,6 +112,17 @@ class KeyMap:
         if self.gone > (mask + 1) >> 2:
             self._rehash()
 
+    def check(self, rows: I32 | I64) -> None:
+        """AssertionError unless exactly these rows have a key, and every key is found."""
+        at = np.flatnonzero(self.table >= 0)
+        there = self.table[at]
+        assert self.used == len(at) and (np.sort(there) == np.sort(rows)).all(), "the key map and the rows differ"
+        assert self.gone == np.count_nonzero(self.table == GONE), "the count of marks is off"
+        home = self.words[there, 0] & self._mask
+        empty = np.cumsum(self.table == EMPTY)  # up to and with each place
+        between = np.where(home <= at, empty[at] - empty[home], empty[at] + empty[-1] - empty[home])
+        assert not between.any() and (self.table[home] != EMPTY).all(), "a key does not lead to its row"
+
     def _rehash(self) -> None:
         rows = self.table[self.table >= 0]
         self.table.fill(EMPTY)

@@ -101,13 +101,24 @@ class PrefixIndex:
     # ---- pools ----
 
     def add_pool(
-        self, pool: PoolId, *, first_page: int, pages: int, first_tail: int, tails: int, ghosts: int = 0
+        self,
+        pool: PoolId,
+        *,
+        first_page: int,
+        pages: int,
+        first_tail: int,
+        tails: int,
+        protected_tails: int = 0,
+        ghosts: int = 0,
     ) -> None:
-        """A rank has attached: its memory is empty until `rebuild`. `ghosts`: rows for pages only lower tiers have."""
+        """A rank has attached: its memory is empty until `rebuild`.
+
+        `protected_tails`: see TailIndex. `ghosts`: rows for pages that only lower tiers have.
+        """
         assert pool not in self.pools, "a pool is dropped before it comes back"
         self.generation += 1
         trie = PageTrie(first_page, pages, ghosts)
-        self.pools[pool] = Pool(self.generation, trie, TailIndex(trie, first_tail, tails))
+        self.pools[pool] = Pool(self.generation, trie, TailIndex(trie, first_tail, tails, protected_tails))
 
     def drop_pool(self, pool: PoolId) -> None:
         """The rank is gone, and with it all pages, tails and holds, whatever the number."""

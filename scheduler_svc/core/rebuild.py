@@ -184,9 +184,6 @@ def check_trie(trie: PageTrie) -> None:
     assert np.count_nonzero(trie.refs[here] == 0) == trie.idle, "the count of idle pages is off"
     assert ((trie.bits[here] & BASE) == BASE).all(), "a page lacks a class"
     assert not (trie.refs[live[trie.page[live] < 0]]).any(), "a row without a page is held"
-    assert trie.keys.used == len(live), "the key map and the rows differ"
     hinted = live[trie.hint[live] >= 0]
     assert (trie.parent[trie.hint[hinted]] == hinted).all(), "a hint leads to somebody else's child"
-    for row in live.tolist():
-        low, high = trie.keys.words[row].tolist()
-        assert trie.keys.find(low, high) == row, "a key does not lead to its row"
+    trie.keys.check(live)

@@ -30,10 +30,14 @@ class Reason(IntFlag):
 
 
 class TailIndex:
-    """Tails base..base+size-1, as far as they lie at the end of a published page. Times as in the trie."""
+    """Tails base..base+size-1, as far as they lie at the end of a published page. Times as in the trie.
 
-    def __init__(self, trie: PageTrie, base: int, size: int) -> None:
-        self.trie, self.base, self.size = trie, base, size
+    While no more than `protected` of them lie at branch points, those outlive all others: many short continuations of a
+    few prefixes would else push out, by recency alone, the tails that all of them need. 0 is plain LRU.
+    """
+
+    def __init__(self, trie: PageTrie, base: int, size: int, protected: int = 0) -> None:
+        self.trie, self.base, self.size, self.protected = trie, base, size, protected
         self.row = np.full(size, NO_ROW, np.int32)
         self.reasons = np.zeros(size, np.uint8)
         self.refs = np.zeros(size, np.int32)
@@ -154,12 +158,14 @@ class TailIndex:
     # ---- order of eviction ----
 
     def class_of(self, tail: int) -> int:
-        """0: kept for the interval alone, 1: superseded and not at a branch point, 2: everything else."""
+        """0: for the interval alone, 1: superseded, 2: neither, 3: at a branch point, as 2 if not protected."""
         local = tail - self.base
         reasons = int(self.reasons[local])
         if reasons == Reason.INTERVAL:
             return 0
-        return 1 if self.below[local] and not reasons & Reason.BRANCH else 2
+        if reasons & Reason.BRANCH:
+            return 3
+        return 1 if self.below[local] else 2
 
     def _rank(self, local: int) -> None:
         """Its place in the order of eviction, after anything that bears on it has changed."""
@@ -172,12 +178,23 @@ class TailIndex:
         """Give up to n tails for one that is wanted for these reasons; their pages stay. Returns the tails."""
         out: list[int] = []
         while len(out) < n and self.size:
-            local = int(self.order.argmin())
+            local = self._first()
             if self.order[local] == STAYS or (wanted_for == Reason.INTERVAL and self.order[local] >> _CLASS):
                 break
             out.append(local + self.base)
             self.detach(out[-1:])
         return out
+
+    def _first(self) -> int:
+        """Who goes first; where nobody can go, one that stays."""
+        local = int(self.order.argmin())
+        if self.order[local] >> _CLASS != 2 or np.count_nonzero(self.reasons & int(Reason.BRANCH)) <= self.protected:
+            return local
+        branches = np.flatnonzero((self.order >> _CLASS == 3) & (self.order != STAYS))
+        if not len(branches):
+            return local
+        other = int(branches[self.order[branches].argmin()])
+        return min(local, other, key=lambda i: (int(self.used[i]), i))
 
     # ---- checking ----
 

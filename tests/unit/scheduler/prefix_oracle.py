@@ -37,6 +37,7 @@ class Tail:
 class Oracle:
     nodes: dict = field(default_factory=dict)
     tails: dict = field(default_factory=dict)
+    protected: int = 0
 
     def children(self, path):
         return [n for n in self.nodes.values() if len(n.path) == len(path) + 1 and n.path[: len(path)] == path]
@@ -105,8 +106,10 @@ class Oracle:
     def tail_class(self, tail):
         if tail.reasons == INTERVAL:
             return 0
+        if tail.reasons & BRANCH:
+            return 3 if sum(t.reasons & BRANCH > 0 for t in self.tails.values()) <= self.protected else 2
         later = any(len(o.path) > len(tail.path) and o.path[: len(tail.path)] == tail.path for o in self.tails.values())
-        return 1 if later and not tail.reasons & BRANCH else 2
+        return 1 if later else 2
 
     def evict_tail(self, wanted_for):
         """The number of the tail that goes first; -1 if none may."""

@@ -163,9 +163,9 @@ def test_where_chains_meet_a_tail_is_wanted():
 class Served:
     """Requests one after another over one pool: matches, decides, publishes, saves and evicts as a scheduler does."""
 
-    def __init__(self, pages, tails):
+    def __init__(self, pages, tails, protected=0):
         self.index = PrefixIndex()
-        self.index.add_pool(POOL, first_page=0, pages=pages, first_tail=0, tails=tails)
+        self.index.add_pool(POOL, first_page=0, pages=pages, first_tail=0, tails=tails, protected_tails=protected)
         self.free, self.free_tails = list(range(pages)), list(range(tails))
         self.now = self.reused = self.reusable = 0
         self.seen = {}
@@ -224,3 +224,17 @@ def test_sessions_find_their_prefixes_again_with_two_tails_each(count, least, sh
     check(served.index, [])
     assert served.index.counters.tails_evicted > 2 * count
     assert served.reused >= least * served.reusable
+
+
+def test_questions_do_not_push_out_the_tails_of_the_examples_they_share():
+    rng = np.random.default_rng(2)
+    share = {}
+    for protected in (0, 16):
+        served = Served(16 * 46, 32, protected)
+        for question in range(400):
+            which = int(rng.integers(16))
+            examples = [key_of((4, which, i)) for i in range(40)]
+            served.request(examples + [key_of((5, question))], 41 * PAGE_TOKENS + 9)
+        check(served.index, [])
+        share[protected] = served.index.counters.servable / served.index.counters.matched
+    assert share[16] > 0.95 and share[0] < 0.85

@@ -17,9 +17,9 @@ PROMPT, TURN, BRANCH, INTERVAL = (int(r) for r in (Reason.PROMPT, Reason.TURN, R
 class Place:
     """A trie with published paths and its tails; rows by path."""
 
-    def __init__(self, *paths, tails=8):
+    def __init__(self, *paths, tails=8, protected=0):
         self.trie = PageTrie(0, 64)
-        self.tails = TailIndex(self.trie, 0, tails)
+        self.tails = TailIndex(self.trie, 0, tails, protected)
         self.rows = {}
         self.at = 0
         for path in paths:
@@ -81,7 +81,7 @@ def test_branch_points_are_not_superseded():
     place.attach(2, (8, 8), TURN, 1)
     assert [place.tails.class_of(i) for i in range(3)] == [1, 2, 2]
     place.publish((1, 7))  # a second child of the first page
-    assert [place.tails.class_of(i) for i in range(3)] == [2, 2, 2]
+    assert [place.tails.class_of(i) for i in range(3)] == [3, 2, 2]
     assert place.order() == [0, 2, 1]
 
 
@@ -89,8 +89,20 @@ def test_a_tail_attached_where_a_branch_was_seen_before_is_a_branch_tail():
     place = Place((1, 2), (1, 3))
     place.attach(0, (1,), PROMPT, 0)
     place.attach(1, (1, 3), TURN, 5)
-    assert place.tails.class_of(0) == 2
+    assert place.tails.class_of(0) == 3
     assert place.tails.reasons[0] == PROMPT | BRANCH
+
+
+def test_protected_branch_tails_outlive_younger_ones_up_to_their_number():
+    def order(protected):
+        place = Place((1, 2), (1, 3), (4, 5), (4, 6), (7,), protected=protected)
+        for now, path in enumerate([(1,), (4,), (1, 2), (7,)]):
+            place.attach(now, path, TURN, now)
+        return place.order()
+
+    assert order(0) == [0, 1, 2, 3]
+    assert order(1) == [0, 2, 3, 1]  # two are too many: the older one goes by its age
+    assert order(2) == [2, 3, 0, 1]
 
 
 def test_superseded_ends_with_the_later_tail():
@@ -99,6 +111,7 @@ def test_superseded_ends_with_the_later_tail():
     place.attach(1, (1, 2, 3), TURN, 1)
     assert place.tails.class_of(0) == 1
     place.tails.detach([1])
+    place.tails.check()
     assert place.tails.class_of(0) == 2
     place.attach(2, (1, 2, 3, 4), TURN, 3)
     place.attach(3, (1, 2), TURN, 4)  # between the two
@@ -135,11 +148,14 @@ def test_a_tail_being_loaded_stays():
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(1, 15)), max_size=14))
-def test_the_whole_order_agrees_with_brute_force(wanted):
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(1, 15)), max_size=14),
+    st.sampled_from([0, 2, 16]),
+)
+def test_the_whole_order_agrees_with_brute_force(wanted, protected):
     """Tails in random places of a bushy trie, attached in random order: they leave as the oracle says."""
     paths = [(a, b, c, d) for a in range(2) for b in range(2) for c in range(2) for d in (0,)]
-    place, oracle = Place(*paths, tails=16), Oracle()
+    place, oracle = Place(*paths, tails=16, protected=protected), Oracle(protected=protected)
     for path in paths:
         for i in range(len(path)):
             oracle.publish(path[: i + 1], 0, 0, 0)

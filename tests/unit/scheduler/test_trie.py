@@ -220,6 +220,7 @@ def test_the_key_map_finds_what_is_there(ops, words):
         for other in range(60):
             name = key_of((other,), words)
             assert keys.find(*key_columns([name])[0].tolist()) == there.get(name, -1)
+        keys.check(np.array(list(there.values()), np.int32))
         assert keys.used == len(there) == np.count_nonzero(keys.table >= 0)
         assert keys.gone == np.count_nonzero(keys.table == -2) <= len(keys.table) // 4
 
@@ -424,6 +425,19 @@ def test_a_dump_with_faults_is_taken_as_far_as_it_hangs_together():
     assert [p.page_gen for p in dump(index, POOL)[0]] == [10, 11, 12, 14]
     trie = index.pools[POOL].trie
     assert [bool(trie.bits[row] & int(Bits.BRANCH)) for row in got.rows] == [False, True, False]
+
+
+def test_a_running_choice_is_adopted_up_to_its_first_private_page():
+    index = PrefixIndex()
+    index.add_pool(POOL, first_page=0, pages=8, first_tail=0, tails=4)
+    a, b, c = keys_of((1, 2, 3))
+    pages = [PublishedPage(0, 1, -1, a), PublishedPage(1, 2, 0, b), PublishedPage(2, 3, 1, c)]
+    rebuild(index, POOL, pages, [], 1)
+    holds = [adopt(index, POOL, pages, 2) for pages in ([0, 1, 5], [0, 6, 2], [7, 1], [0, 2], [])]
+    assert [len(hold.rows) for hold in holds] == [2, 1, 0, 1, 0]
+    check(index, holds)
+    assert index.idle_pages(POOL) == 1
+    assert index.evict_pages(POOL, 8) == ([2], [])
 
 
 def test_the_limit_and_several_pools():
