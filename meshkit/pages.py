@@ -44,7 +44,7 @@ def next_page_key(parent_key: bytes, ids: Sequence[int] | NDArray[np.int32], nam
     """Key of the page that follows `parent_key` (ROOT_KEY for the first) and holds exactly PAGE_TOKENS `ids`."""
     if len(ids) != PAGE_TOKENS:
         raise ValueError(f"ids: a page holds {PAGE_TOKENS} tokens, got {len(ids)}; only full pages have keys")
-    return _chain(parent_key, np.asarray(ids, "<i4").tobytes(), namespace)
+    return _chain(_keyed(namespace), parent_key, np.asarray(ids, "<i4").tobytes())
 
 
 def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[bytes]:
@@ -53,14 +53,19 @@ def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[
     stride = 4 * PAGE_TOKENS
     keys: list[bytes] = []
     parent = ROOT_KEY
+    keyed = _keyed(namespace)
     for start in range(0, len(column) - stride + 1, stride):
-        parent = _chain(parent, column[start : start + stride], namespace)
+        parent = _chain(keyed, parent, column[start : start + stride])
         keys.append(parent)
     return keys
 
 
-def _chain(parent_key: bytes, column: bytes, namespace: bytes) -> bytes:
-    digest = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
-    digest.update(_field(parent_key))
-    digest.update(_field(column))
+def _keyed(namespace: bytes) -> "hashlib.blake2b":
+    """The state after key and person, which all pages of a sequence share."""
+    return hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
+
+
+def _chain(keyed: "hashlib.blake2b", parent_key: bytes, column: bytes) -> bytes:
+    digest = keyed.copy()
+    digest.update(_field(parent_key) + _field(column))
     return digest.digest()
