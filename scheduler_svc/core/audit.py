@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshkit.types import FinishReason
+from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import rebuild
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.prefix import Hold
@@ -126,9 +126,14 @@ def _check_seqs(st: State) -> None:
     for worker in st.workers.values():
         flying: Counter[int] = Counter()
         for record in worker.inflight:
-            flying.update(
-                id(row.seq) for row in record.rows if row.gen == row.seq.gen and row.seq.worker == worker.name
-            )
+            flying.update(id(seq) for seq, gen in record.named() if gen == seq.gen and seq.worker == worker.name)
+        lanes = worker.lanes
+        assert lanes.count == np.count_nonzero(lanes.on), "lanes are miscounted"
+        for slot in np.flatnonzero(lanes.on).tolist():
+            seq = lanes.seqs[slot]
+            assert seq.lanes is lanes and seq.slot == slot and seq.gen == lanes.gen[slot], "a lane of another choice"
+            assert seq.phase is Phase.DECODE and len(seq.pages) * PAGE_TOKENS == lanes.room[slot], "a lane is stale"
+            assert lanes.emitted[slot] == len(seq.emitted), "a lane has lost ids"
         for seq in worker.running:
             assert seq.placed and seq.worker == worker.name, "a running choice is placed"
             _check_seq(seq, flying[id(seq)])

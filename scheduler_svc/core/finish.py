@@ -31,6 +31,8 @@ def remove_running(worker: Worker, seq: Seq) -> None:
 
 def clear_placement(seq: Seq) -> None:
     """Forget where it ran; rows of frames in flight no longer match it."""
+    if seq.lanes is not None:
+        seq.lanes.leave(seq)
     seq.worker, seq.rank, seq.slot, seq.gen = "", 0, -1, 0
     seq.pages = []
     seq.length = seq.fed = seq.flying = seq.sampling = seq.planned_step = 0
@@ -141,13 +143,17 @@ def end_request(st: State, req: Request, code: str, message: str) -> None:
             end(st, seq, FinishReason.ERROR, (code, message))
 
 
+def stops_of(st: State, seq: Seq) -> tuple[int, ...]:
+    """Ids that end this choice at the worker."""
+    eos = st.model.eos_ids if st.model is not None and not seq.req.params.ignore_eos else ()
+    return (*seq.req.params.stop_ids, *eos)
+
+
 def reason_for(st: State, seq: Seq) -> FinishReason:
     """Why the worker ended this choice, from its last id; NONE if there is no reason it could have."""
     params = seq.req.params
-    if seq.emitted and len(seq.emitted) >= max(1, params.min_tokens):
-        eos = st.model.eos_ids if st.model is not None and not params.ignore_eos else ()
-        if seq.emitted[-1] in params.stop_ids or seq.emitted[-1] in eos:
-            return FinishReason.STOP
+    if seq.emitted and len(seq.emitted) >= max(1, params.min_tokens) and seq.emitted[-1] in stops_of(st, seq):
+        return FinishReason.STOP
     return FinishReason.LENGTH if len(seq.emitted) >= params.max_tokens else FinishReason.NONE
 
 
@@ -162,6 +168,8 @@ def preempt(st: State, worker: Worker, seq: Seq, frees: list[SlotFree]) -> None:
     remove_running(worker, seq)
     worker.ranks[seq.rank].slots.drop(seq.slot)
     frees.append(SlotFree(seq.slot, seq.gen))
+    if seq.lanes is not None:
+        seq.lanes.leave(seq)
     seq.slot = -1
     seq.phase = Phase.PREEMPTING
     worker.preempting.append(seq)

@@ -11,7 +11,7 @@ from scheduler_svc.core.chunk import chunk
 from scheduler_svc.core.cost import CostModel
 from scheduler_svc.core.policy import GRAIN, Work, split
 from scheduler_svc.core.request import Phase, Seq
-from scheduler_svc.core.rows import Draft
+from scheduler_svc.core.rows import Draft, decode_load
 from scheduler_svc.core.state import MS, State, Worker
 
 
@@ -53,8 +53,7 @@ class Sharing:
 
 def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
     """What this frame leaves to prefills, beside the decode rows it holds."""
-    rows = sum(len(rank_rows) for rank_rows in draft.rows)
-    row_context = sum(row.start for rank_rows in draft.rows for row in rank_rows)
+    rows, row_context = decode_load(draft)
     tokens = worker.cost.chunk_for(rows, row_context, target_ns(st, worker.cost, rows, row_context), draft.budget)
     sharing = Sharing(float(max(tokens, GRAIN)), worker.cost.context_weight)
     for seq in worker.running:

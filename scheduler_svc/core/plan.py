@@ -10,7 +10,9 @@ from meshkit.frames import PublishedTail, StepFrame
 from scheduler_svc.core import finish, mixed
 from scheduler_svc.core.admit import admit
 from scheduler_svc.core.cost import Shape
-from scheduler_svc.core.request import Phase
+from scheduler_svc.core.lanes import I64
+from scheduler_svc.core.request import Phase, Seq, pages_for
+from scheduler_svc.core.room import make_room
 from scheduler_svc.core.rows import Draft, add_row, grow
 from scheduler_svc.core.seal import seal_all
 from scheduler_svc.core.state import Record, Row, State, Worker
@@ -49,33 +51,55 @@ def build(st: State, worker: Worker) -> StepFrame | None:
     for hold in draft.loading:
         st.index.release_tail(hold)
     rows = [row for rank_rows in draft.rows for row in rank_rows]
-    if not rows and not (
+    n_rows = len(rows) + len(draft.slots)
+    if not n_rows and not (
         draft.frees or worker.publishes or worker.publish_tails or worker.retire_pages or worker.retire_tails
     ):
         return None
-    assert rows or not (draft.inits or draft.appends or draft.saves), "operations on slots come with rows"
+    assert n_rows or not (draft.inits or draft.appends or draft.saves), "operations on slots come with rows"
     worker.step = draft.step
-    record = Record(draft.step, rows, _shape(rows), st.now)
+    record = _record(st, worker, draft, rows)
     worker.inflight.append(record)
     st.total("steps")
     return _frame(worker, draft, record)
 
 
-def _shape(rows: list[Row]) -> Shape:
+def _record(st: State, worker: Worker, draft: Draft, rows: list[Row]) -> Record:
+    """What booking needs of the frame: for each rank its decode rows of lanes, then the others."""
+    lanes, slots = worker.lanes, draft.slots
+    per_rank = np.bincount(slots // worker.hello.slots, minlength=len(worker.ranks))
+    others = np.array([len(rank_rows) for rank_rows in draft.rows], np.int64)
+    before = np.concatenate([[0], np.cumsum(per_rank + others)[:-1]])
+    return Record(
+        step=draft.step,
+        rows=rows,
+        rows_at=np.arange(len(rows)) + np.repeat(np.cumsum(per_rank), others),
+        slots=slots,
+        slots_at=np.arange(len(slots)) + np.repeat(before - np.cumsum(per_rank) + per_rank, per_rank),
+        gens=lanes.gen[slots],
+        seqs=lanes.seqs[slots],
+        shape=_shape(draft, rows),
+        sent_ns=st.now,
+    )
+
+
+def _shape(draft: Draft, rows: list[Row]) -> Shape:
     """What the cost model is told of a frame."""
     chunks = [row for row in rows if row.chunk]
     return Shape(
-        rows=len(rows) - len(chunks),
-        row_context=sum(row.start for row in rows if not row.chunk),
+        rows=len(draft.slots) + len(rows) - len(chunks),
+        row_context=draft.context + sum(row.start for row in rows if not row.chunk),
         chunk_tokens=sum(row.n for row in chunks),
         chunk_work=sum(row.n * (row.start + row.n // 2) for row in chunks),
     )
 
 
 def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
-    chunks = [(i, row) for i, row in enumerate(record.rows) if row.chunk]
-    offsets = np.zeros(len(draft.rows) + 1, np.int32)
-    np.cumsum([len(rank_rows) for rank_rows in draft.rows], out=offsets[1:])
+    chunks = [(i, row) for i, row in zip(record.rows_at.tolist(), record.rows, strict=True) if row.chunk]
+    slots = np.empty(record.size, np.int32)
+    slots[record.slots_at] = record.slots
+    slots[record.rows_at] = [row.seq.slot for row in record.rows]
+    offsets = np.searchsorted(slots // worker.hello.slots, np.arange(len(worker.ranks) + 1)).astype(np.int32)
     retire_pages, worker.retire_pages = tuple(worker.retire_pages), []
     retire_tails, worker.retire_tails = tuple(worker.retire_tails), []
     publishes, worker.publishes = tuple(worker.publishes.values()), {}
@@ -83,7 +107,7 @@ def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
     worker.publish_tails = {}
     return StepFrame(
         step=draft.step,
-        slots=np.array([row.seq.slot for row in record.rows], np.int32),
+        slots=slots,
         rank_off=offsets,
         decode_only=not chunks,
         chunk_rows=np.array([i for i, _ in chunks], np.int32),
@@ -110,11 +134,48 @@ def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
 
 
 def _decode_rows(st: State, worker: Worker, draft: Draft) -> None:
-    ready = [
-        s for s in worker.running if s.phase is Phase.DECODE and len(s.emitted) + s.sampling < s.req.params.max_tokens
-    ]
+    """All rows that can be, if there are budget and pages for all; else one after the other, in turn."""
+    lanes = worker.lanes
+    slots = lanes.ready()
+    others: list[Seq] = []
+    if lanes.count < len(worker.running):
+        others = [s for s in worker.running if s.phase is Phase.DECODE and s.lanes is None and _may_sample(s)]
+    if len(slots) + len(others) > draft.budget or not _all_grow(st, worker, draft, slots, others):
+        _in_turn(st, worker, draft)
+        return
+    draft.slots, draft.context = slots, int(lanes.fed[slots].sum())
+    draft.budget -= len(slots)
+    lanes.plan(slots, draft.step)
+    for seq in others:
+        add_row(draft, Row(seq, seq.gen, False, seq.fed, 1, True))
+
+
+def _may_sample(seq: Seq) -> bool:
+    return seq.n_emitted + seq.sampling < seq.req.params.max_tokens
+
+
+def _all_grow(st: State, worker: Worker, draft: Draft, slots: I64, others: list[Seq]) -> bool:
+    """Pages for one more token of each. False, and nothing done, if that would take a running choice's pages."""
+    lanes = worker.lanes
+    short = [*lanes.seqs[slots[lanes.fed[slots] >= lanes.room[slots]]]]
+    short += [seq for seq in others if pages_for(seq.fed + 1) > len(seq.pages)]
+    if not short:
+        return True
+    for rank in worker.ranks:
+        need = sum(pages_for(seq.fed + 1) - len(seq.pages) for seq in short if seq.rank == rank.index)
+        if need and not make_room(st, worker, rank, need):
+            return False
+    for seq in short:
+        grown = grow(st, worker, draft, seq, seq.fed + 1)
+        assert grown, "room was made for all"
+    return True
+
+
+def _in_turn(st: State, worker: Worker, draft: Draft) -> None:
+    """In order of service, or in turn if the budget is too small; the last in service may lose its pages."""
+    ready = [s for s in worker.running if s.phase is Phase.DECODE and _may_sample(s)]
     if len(ready) > draft.budget:
-        ready.sort(key=lambda s: s.planned_step)  # more rows than the budget allows: take turns
+        ready.sort(key=lambda s: s.planned_step)
     for seq in ready:
         if not draft.budget:
             break

@@ -2,7 +2,8 @@
 
 A `Seq` is one choice: what is queued, placed in a slot, preempted, moved and finished. Its tokens are the prompt and
 the ids booked so far; `length` counts those whose KV is committed at the worker, `fed` those that frames sent so far
-will have committed at most. Plain data: who changes it is plan, book, adopt and submit.
+will have committed at most. Plain data: who changes it is plan, book, adopt and submit. While a choice decodes, its
+counters live in its worker's `lanes`, read and written here by the same names.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from enum import IntEnum
 from meshkit.frames import I32
 from meshkit.types import PAGE_TOKENS, FinishReason, RequestId, SamplingParams
 from scheduler_svc.core.keymap import I64
+from scheduler_svc.core.lanes import Lanes
 from scheduler_svc.core.prefix import Hold
 
 
@@ -81,7 +83,7 @@ class Seq:
     choice: int
     row: int
     row_gen: int
-    emitted: list[int]
+    ids: list[int]  # booked ids, but for those its lane still keeps; see `emitted`
     phase: Phase = Phase.QUEUED
     finish: FinishReason = FinishReason.NONE
     error: tuple[str, str] = ("", "")
@@ -96,11 +98,12 @@ class Seq:
     slot: int = -1
     gen: int = 0
     pages: list[int] = field(default_factory=list)
-    length: int = 0
-    fed: int = 0
-    flying: int = 0  # frames in flight that name it
-    sampling: int = 0  # ... and sample in it
-    planned_step: int = 0
+    lanes: Lanes | None = None  # where the counters are while it decodes
+    _length: int = 0
+    _fed: int = 0
+    _flying: int = 0
+    _sampling: int = 0
+    _planned_step: int = 0
     spare: int = -1
     spare_pos: int = 0
     hold: Hold | None = None  # its published pages, twins included: the first of its chain
@@ -113,6 +116,83 @@ class Seq:
     followers: list["Seq"] = field(default_factory=list)  # choices that wait for this one's prefill
 
     @property
+    def emitted(self) -> list[int]:
+        """Ids booked so far; `extend` adds to them."""
+        if self.lanes is not None:
+            self.lanes.flush(self)
+        return self.ids
+
+    def extend(self, ids: list[int]) -> None:
+        """Book more ids."""
+        self.emitted.extend(ids)
+        if self.lanes is not None:
+            self.lanes.emitted[self.slot] += len(ids)
+
+    @property
+    def n_emitted(self) -> int:
+        return len(self.ids) if self.lanes is None else int(self.lanes.emitted[self.slot])
+
+    @property
+    def length(self) -> int:
+        """Tokens committed at the worker, as booked."""
+        return self._length if self.lanes is None else int(self.lanes.length[self.slot])
+
+    @length.setter
+    def length(self, value: int) -> None:
+        if self.lanes is None:
+            self._length = value
+        else:
+            self.lanes.length[self.slot] = value
+
+    @property
+    def fed(self) -> int:
+        """Tokens committed once all frames in flight have run."""
+        return self._fed if self.lanes is None else int(self.lanes.fed[self.slot])
+
+    @fed.setter
+    def fed(self, value: int) -> None:
+        if self.lanes is None:
+            self._fed = value
+        else:
+            self.lanes.fed[self.slot] = value
+
+    @property
+    def flying(self) -> int:
+        """Frames in flight that name it."""
+        return self._flying if self.lanes is None else int(self.lanes.flying[self.slot])
+
+    @flying.setter
+    def flying(self, value: int) -> None:
+        if self.lanes is None:
+            self._flying = value
+        else:
+            self.lanes.flying[self.slot] = value
+
+    @property
+    def sampling(self) -> int:
+        """Frames in flight that sample in it."""
+        return self._sampling if self.lanes is None else int(self.lanes.sampling[self.slot])
+
+    @sampling.setter
+    def sampling(self, value: int) -> None:
+        if self.lanes is None:
+            self._sampling = value
+        else:
+            self.lanes.sampling[self.slot] = value
+
+    @property
+    def planned_step(self) -> int:
+        """The last frame that names it."""
+        return self._planned_step if self.lanes is None else int(self.lanes.planned[self.slot])
+
+    @planned_step.setter
+    def planned_step(self, value: int) -> None:
+        if self.lanes is None:
+            self._planned_step = value
+        else:
+            self.lanes.planned[self.slot] = value
+
+    @property
     def key(self) -> tuple[int, int, int]:
         """Order of service: smaller first."""
         return (self.req.priority, self.req.arrival, self.choice)
@@ -120,7 +200,7 @@ class Seq:
     @property
     def total(self) -> int:
         """Prompt and booked ids: what must be committed, but for the last one, before the next id is sampled."""
-        return len(self.req.prompt) + len(self.emitted)
+        return len(self.req.prompt) + self.n_emitted
 
     @property
     def nbytes(self) -> int:

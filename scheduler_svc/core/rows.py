@@ -7,6 +7,8 @@ that is last in service.
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from meshkit.frames import (
     PageAppend,
     SlotCopy,
@@ -16,7 +18,9 @@ from meshkit.frames import (
     TailLoad,
     TailSave,
 )
+from meshkit.types import PAGE_TOKENS
 from scheduler_svc.core import finish
+from scheduler_svc.core.lanes import I64
 from scheduler_svc.core.prefix import Hold
 from scheduler_svc.core.request import Phase, Seq, pages_for
 from scheduler_svc.core.room import make_room, take_tail
@@ -30,7 +34,7 @@ class Draft:
 
     step: int
     budget: int
-    rows: list[list[Row]]  # per rank
+    rows: list[list[Row]]  # per rank, behind those of `slots`
     chunk_ids: list[list[list[int]]]  # per rank, one list per chunk row
     frees: list[SlotFree] = field(default_factory=list)
     inits: list[SlotInit] = field(default_factory=list)
@@ -40,7 +44,15 @@ class Draft:
     loads: list[TailLoad] = field(default_factory=list)
     saves: list[TailSave] = field(default_factory=list)
     urgent: Seq | None = None  # a waiting choice for which others were preempted: nobody passes it
+    slots: I64 = field(default_factory=lambda: np.empty(0, np.int64))  # decode rows of lanes, rising
+    context: int = 0  # sum of their lengths
     loading: list[Hold] = field(default_factory=list)  # whose tails must stay until this frame is complete
+
+
+def decode_load(draft: Draft) -> tuple[int, int]:
+    """Rows so far and the sum of their contexts."""
+    rows = [row for rank_rows in draft.rows for row in rank_rows]
+    return len(draft.slots) + len(rows), draft.context + sum(row.start for row in rows)
 
 
 def add_row(draft: Draft, row: Row) -> None:
@@ -88,6 +100,8 @@ def _has_twins(st: State, seq: Seq) -> bool:
 
 def append(draft: Draft, seq: Seq, pages: list[int]) -> None:
     seq.pages.extend(pages)
+    if seq.lanes is not None:
+        seq.lanes.room[seq.slot] = len(seq.pages) * PAGE_TOKENS
     draft.appends.extend(PageAppend(seq.slot, page) for page in pages)
 
 

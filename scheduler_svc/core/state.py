@@ -9,12 +9,16 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from meshkit.core import Count, Send
 from meshkit.frames import Dump, Envelope, Frame, PublishedPage, SchedulerStatus, SubmitReply, WorkerHello
 from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.cost import CostModel, Shape
 from scheduler_svc.core.forecast import Outputs
+from scheduler_svc.core.lanes import I64, Lanes
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.outbox import Entry, Outbox
 from scheduler_svc.core.policy import Turns
@@ -88,12 +92,33 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A frame in flight."""
+    """A frame in flight: rows one by one, and decode rows as arrays, with the places of both in the frame."""
 
     step: int
     rows: list[Row]
+    rows_at: I64
+    slots: I64  # of the decode rows of lanes
+    slots_at: I64
+    gens: I64
+    seqs: npt.NDArray[Any]
     shape: Shape
     sent_ns: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows) + len(self.slots)
+
+    def named(self) -> list[tuple[Seq, int]]:
+        """Choices and the generations they were sent with, in no order."""
+        return [(row.seq, row.gen) for row in self.rows] + list(zip(self.seqs, self.gens.tolist(), strict=True))
+
+    def at(self, index: int) -> tuple[Seq, int]:
+        """What stands in this row of the frame."""
+        found = np.flatnonzero(self.slots_at == index)
+        if len(found):
+            return self.seqs[found[0]], int(self.gens[found[0]])
+        row = self.rows[int(np.flatnonzero(self.rows_at == index)[0])]
+        return row.seq, row.gen
 
 
 @dataclass(slots=True, eq=False)
@@ -139,6 +164,10 @@ class Worker:
     retire_pages: list[int] = field(default_factory=list)
     retire_tails: list[int] = field(default_factory=list)
     cost: CostModel = field(default_factory=CostModel)
+    lanes: Lanes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lanes = Lanes(self.hello.slots * self.hello.ranks)
 
 
 @dataclass(slots=True, eq=False)

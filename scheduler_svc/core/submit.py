@@ -168,7 +168,7 @@ def dumps_done(st: State) -> bool:
 
 
 def _add_choice(st: State, req: Request, c: SubmitChoice) -> None:
-    seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, emitted=list(c.emitted))
+    seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, ids=list(c.emitted))
     req.choices.append(seq)
     st.rows[(req.attach_id, c.row, c.row_gen)] = seq
     seq.phase = Phase.DONE
@@ -198,6 +198,8 @@ def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -
         finish.close(st, seq)  # while its row is still known under the old attachment
     for seq in req.choices:
         st.rows.pop((req.attach_id, seq.row, seq.row_gen), None)
+        if seq.lanes is not None:
+            seq.lanes.leave(seq)  # it knows the old row
     req.attempt, req.attach_id, req.expire_ns = sub.attempt, sub.attach_id, 0
     req.gateway, req.gateway_boot = st.listeners[sub.attach_id].name, st.listeners[sub.attach_id].boot
     req.deadline_ns = st.now + sub.remaining_ms * MS
@@ -237,7 +239,7 @@ def _reconcile(st: State, seq: Seq, theirs: list[int]) -> None:
     if not same and seq.emitted != theirs[: len(seq.emitted)]:
         st.fault("ids_diverged")
     finish.unplace(st, seq)
-    seq.emitted = theirs
+    seq.ids = theirs
     seq.gen_keys, seq.columns = [], None
     seq.finish, seq.error = FinishReason.NONE, ("", "")
     _start(st, seq)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from gateway.journal import journal as journal_module
 from gateway.journal.journal import Journal
 from gateway.journal.rows import RowTable
@@ -147,6 +149,7 @@ def _row_generation_unchecked(original: Any) -> Any:
         for row in record.rows:
             if row.seq.worker == worker.name:
                 row.gen = row.seq.gen
+        record.gens = np.array([seq.gen if seq.worker == worker.name else -1 for seq in record.seqs], np.int64)
         original(st, worker, record, result)
 
     return book_frame
