@@ -336,9 +336,9 @@ class World:
         if stream.dead or self.now_ns >= stream.cut_ns[side]:
             return
         arrival = max(self.now_ns + self._delay_ns(), stream.stalled_ns[side], stream.last_ns[side] + 1)
+        stream.last_ns[side] = arrival  # also of what is lost: nothing sent behind it arrives either
         if arrival >= stream.cut_ns[side]:
             return
-        stream.last_ns[side] = arrival
         self.at(arrival, action)
 
     def _send(self, process: Process, effect: Send) -> None:
