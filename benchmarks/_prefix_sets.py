@@ -1,7 +1,7 @@
 """Sets of prompts that share prefixes, served by the scheduler core and a worker in virtual time.
 
-What of a prompt could have been reused is counted against a pool without bounds that has a tail at every page: all pages
-of all prompts sent before and of all answers ended before. No token values matter, so the worker invents them.
+What of a prompt could have been reused is counted against a pool without bounds that has a tail at every page: all
+pages of all prompts sent before and of all answers ended before. No token values matter, so the worker invents them.
 """
 
 from collections import OrderedDict
@@ -83,9 +83,7 @@ class PrefixMachine(Machine):
             if number in self.spares and pos > before[i] and not (self.slots[number].finished and i not in samples):
                 rows.append(i)
                 positions.append(pos)
-        return replace(
-            result, spare_rows=np.array(rows, np.int32), spare_positions=np.array(positions, np.int32)
-        )
+        return replace(result, spare_rows=np.array(rows, np.int32), spare_positions=np.array(positions, np.int32))
 
 
 class PrefixMesh(VirtualMesh):
@@ -99,6 +97,7 @@ class PrefixMesh(VirtualMesh):
         self.served = Served()
         self.seen: dict[bytes, None] = {}
         self.open = 0
+        self.started = 0
         self._windows: OrderedDict[bytes, None] = OrderedDict()
 
     def _join(self, slots: int, pages: int) -> None:
@@ -126,6 +125,7 @@ class PrefixMesh(VirtualMesh):
     def play(self, session: Session, on_end: Callable[[], None] | None = None) -> None:
         """Start a session now; its turns follow one another."""
         self.open += 1
+        self.started += 1
         turns = iter(session.turns)
         self._turn(session, np.empty(0, np.int32), turns, on_end)
 
@@ -187,9 +187,7 @@ class PrefixMesh(VirtualMesh):
             self._windows.popitem(last=False)
 
     def _tokens(self, frame: f.TokenFrame) -> None:
-        for row, base, cached in zip(
-            frame.rows.tolist(), frame.bases.tolist(), frame.cached.tolist(), strict=True
-        ):
+        for row, base, cached in zip(frame.rows.tolist(), frame.bases.tolist(), frame.cached.tolist(), strict=True):
             if base == 0 and row in self.jobs:
                 self.served.reused += cached
         super()._tokens(frame)
@@ -236,12 +234,15 @@ def two_sessions(rng: np.random.Generator, tokens: int = 500_000, turns: int = 1
 def agents(rng: np.random.Generator, count: int = 48, turns: int = 30) -> list[Session]:
     """Agents with one 8k system prompt: tool output comes in, a short call goes out."""
     system = random_ids(rng, 8192 - 100)
-    sessions = []
-    for _ in range(count):
-        first = Turn(np.concatenate((system, random_ids(rng, int(rng.integers(100, 1500))))), int(rng.integers(20, 160)))
-        rest = [Turn(random_ids(rng, int(rng.integers(50, 1500))), int(rng.integers(20, 160))) for _ in range(turns - 1)]
-        sessions.append(Session([first, *rest], think_s=float(rng.uniform(0.5, 3.0))))
-    return sessions
+
+    def turn(least: int, before: Ids | None = None) -> Turn:
+        ids = random_ids(rng, int(rng.integers(least, 1500)))
+        return Turn(ids if before is None else np.concatenate((before, ids)), int(rng.integers(20, 160)))
+
+    return [
+        Session([turn(100, system), *(turn(50) for _ in range(turns - 1))], think_s=float(rng.uniform(0.5, 3.0)))
+        for _ in range(count)
+    ]
 
 
 def few_shot(rng: np.random.Generator, tasks: int = 8, questions: int = 60) -> list[Session]:

@@ -1,7 +1,7 @@
 """Routes about the prefix cache: empty it, and say why a prompt is served from it as far as it is.
 
-The cache is the scheduler's; this only asks. Nothing here shows prompts or keys of pages others have sent: a question is
-answered within the asker's own namespace (tenant and cache_salt).
+The cache is the scheduler's; this only asks. Nothing here shows prompts or keys of pages others have sent: a question
+is answered within the asker's own namespace (tenant and cache_salt).
 """
 
 from aiohttp import web

@@ -19,6 +19,7 @@ ROOT_KEY = b"\0" * KEY_BYTES
 """Parent of a sequence's first page."""
 
 _PERSON = b"v4mesh page key"
+_COLUMN = (4 * PAGE_TOKENS).to_bytes(8, "little")  # the length of a page's ids, in front of them
 
 
 def _field(value: bytes) -> bytes:
@@ -44,28 +45,32 @@ def next_page_key(parent_key: bytes, ids: Sequence[int] | NDArray[np.int32], nam
     """Key of the page that follows `parent_key` (ROOT_KEY for the first) and holds exactly PAGE_TOKENS `ids`."""
     if len(ids) != PAGE_TOKENS:
         raise ValueError(f"ids: a page holds {PAGE_TOKENS} tokens, got {len(ids)}; only full pages have keys")
-    return _chain(_keyed(namespace), parent_key, np.asarray(ids, "<i4").tobytes())
+    return _chain(parent_key, np.asarray(ids, "<i4").tobytes(), namespace)
 
 
 def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[bytes]:
     """Keys of all full pages of a sequence, in order; a trailing partial page has none."""
     column = np.asarray(ids, "<i4").tobytes()
     stride = 4 * PAGE_TOKENS
+    fresh = _keyed(namespace).copy
     keys: list[bytes] = []
     parent = ROOT_KEY
-    keyed = _keyed(namespace)
     for start in range(0, len(column) - stride + 1, stride):
-        parent = _chain(keyed, parent, column[start : start + stride])
+        digest = fresh()  # the loop of `_chain` without its calls: prompts have thousands of pages
+        digest.update(parent + _COLUMN + column[start : start + stride])
+        parent = digest.digest()
         keys.append(parent)
     return keys
 
 
 def _keyed(namespace: bytes) -> "hashlib.blake2b":
-    """The state after key and person, which all pages of a sequence share."""
-    return hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
+    """The state that all pages of a namespace begin with: key, person, and the length of the parent's key."""
+    digest = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
+    digest.update(KEY_BYTES.to_bytes(8, "little"))
+    return digest
 
 
-def _chain(keyed: "hashlib.blake2b", parent_key: bytes, column: bytes) -> bytes:
-    digest = keyed.copy()
-    digest.update(_field(parent_key) + _field(column))
+def _chain(parent_key: bytes, column: bytes, namespace: bytes) -> bytes:
+    digest = _keyed(namespace)
+    digest.update(parent_key + _COLUMN + column)
     return digest.digest()
