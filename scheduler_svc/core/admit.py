@@ -261,6 +261,7 @@ def _place_group(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
                 break
             extra -= 1
             reserve_follower(st, worker, rank, seq, sibling)
+            st.turns.started(sibling, st.outputs.expected(sibling.req.params.max_tokens))
 
 
 def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:

@@ -30,7 +30,10 @@ class SchedulerLimits:
     first_token_ms: int = 600_000  # a request that would wait longer for its first token is refused
 
     itl_factor: float = 2.0  # a step with prefill takes at most so many times its decode rows alone, ...
-    itl_floor_ms: int = 50  # ... or this long
+    prefill_floor: float = (
+        1.5  # ... or so many times what a chunk costs beside its tokens: 1.5 is a third efficient, ...
+    )
+    itl_floor_ms: int = 20  # ... or this long: nobody reads faster
     step_ms: int = 500  # no chunk makes a step longer
     prefill_share: float = 0.125  # of a step's prefill tokens for the oldest prefill, however long it is
     prefix_cache: bool = True  # share pages between requests
@@ -61,7 +64,7 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 3:
             raise ValueError(f"depth: {self.depth} is not in 1..3; use 1 unless round trips are longer than steps")
-        for name in ("conservativeness", "itl_floor_ms", "tenant_choices", "tenant_queue_bytes"):
+        for name in ("conservativeness", "prefill_floor", "itl_floor_ms", "tenant_choices", "tenant_queue_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: {getattr(self, name)} is negative; use 0 to do without")
         if self.itl_factor <= 1:

@@ -103,6 +103,8 @@ class CostModel:
         """Non-negative least squares on the buckets, each divided by its time, from the last solution on."""
         self._stale = 0
         buckets = list(self._buckets.values())
+        # Until little and much were timed, half of the shortest step counts as what any step costs.
+        buckets.append(_Bucket([1.0] + [0.0] * (TERMS - 1), 0.5 * min(b.took for b in buckets)))
         x: npt.NDArray[np.float64] = np.array([b.terms for b in buckets])
         took = np.array([b.took for b in buckets])
         weight = np.sqrt(np.minimum([b.n for b in buckets], 16)) / took
@@ -125,6 +127,13 @@ class CostModel:
     def alone(self, rows: int, row_context: int) -> float:
         """Time of a step of decode rows only."""
         return self.predict(Shape(rows, row_context))
+
+    @property
+    def fixed(self) -> float:
+        """What a step with a large chunk takes beside its tokens: reading the weights, mostly."""
+        if not self.chunk_steps:
+            return 0.0
+        return self._coef[0] + sum(c * knot for c, knot in zip(self._coef[1:], KNOTS, strict=False))
 
     @property
     def token_ns(self) -> float:

@@ -1,8 +1,10 @@
 """Prefill beside decode: how many tokens of a frame prefills get, how they share them, and who may join.
 
-The step is to take no longer than `itl_factor` times its decode rows alone (or `itl_floor_ms`, if that is more), and
-never longer than `step_ms`; a lone prefill takes what `step_ms` allows. A waiting choice joins when it would get tokens
-now: because what is left of shorter prefills leaves some, or because it is older than every prefill that runs.
+The step is to take no longer than `itl_factor` times its decode rows alone, and never longer than `step_ms`; a lone
+prefill takes what `step_ms` allows. Beside few rows that would leave prefill only steps that read all weights for a few
+tokens, and the waiting could never become a batch: `prefill_floor` times the cost of reading them is allowed always.
+A waiting choice joins when it would get tokens now: because what is left of shorter prefills leaves some, or because it
+is older than every prefill that runs.
 """
 
 from dataclasses import dataclass, field
@@ -11,8 +13,12 @@ from scheduler_svc.core.chunk import chunk
 from scheduler_svc.core.cost import CostModel
 from scheduler_svc.core.policy import GRAIN, Work, split
 from scheduler_svc.core.request import Phase, Seq
-from scheduler_svc.core.rows import Draft, decode_load
+from scheduler_svc.core.rows import Draft, decode_load, prefilling
 from scheduler_svc.core.state import MS, State, Worker
+
+_MARGIN = 0.04  # steps vary; the target is for nearly all of them
+_GIANT = 64  # steps: where all prefills take longer than so many, ...
+_GIANTS_PART = 0.5  # ... theirs are kept shorter, because whoever arrives waits for those in the worker's hands
 
 
 def target_ns(st: State, cost: CostModel, rows: int, row_context: int) -> float:
@@ -22,8 +28,9 @@ def target_ns(st: State, cost: CostModel, rows: int, row_context: int) -> float:
     if not rows:
         return float(most)
     alone = cost.alone(rows, row_context)
-    doubt = 1 + min(cost.error, 0.2)
-    return min(max(limits.itl_factor * alone / doubt, limits.itl_floor_ms * MS), max(most, 1.25 * alone))
+    doubt = 1 + _MARGIN + min(cost.error, 0.2)
+    wanted = max(limits.itl_factor * alone, limits.prefill_floor * cost.fixed) / doubt
+    return min(max(wanted, limits.itl_floor_ms * MS), max(most, 1.25 * alone))
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +40,11 @@ class Sharing:
     tokens: float
     context_weight: float
     running: list[tuple[float, tuple[int, int, int]]] = field(default_factory=list)  # cost left and key of each
-    fresh: int = 0
+    fresh: int = 0  # tokens promised to those placed in this frame
 
     def open(self, draft: Draft) -> bool:
         """Whether the frame can take one more prefill at all."""
-        return draft.budget > self.fresh and (self.fresh + 1) * GRAIN <= max(self.tokens, GRAIN)
+        return draft.budget > self.fresh and (not self.fresh or self.fresh + GRAIN <= self.tokens)
 
     def has_tokens_for(self, seq: Seq, start: int) -> bool:
         """Whether this waiting choice would get some, were it placed with `start` tokens cached."""
@@ -47,8 +54,9 @@ class Sharing:
         return all(seq.key < key for _, key in self.running)
 
     def placed(self, seq: Seq) -> None:
-        self.fresh += 1
-        self.running.append((_work(seq).cost(self.context_weight), seq.key))
+        work = _work(seq)
+        self.fresh += min(GRAIN, work.remaining)
+        self.running.append((work.cost(self.context_weight), seq.key))
 
 
 def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
@@ -56,15 +64,16 @@ def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
     rows, row_context = decode_load(draft)
     tokens = worker.cost.chunk_for(rows, row_context, target_ns(st, worker.cost, rows, row_context), draft.budget)
     sharing = Sharing(float(max(tokens, GRAIN)), worker.cost.context_weight)
-    for seq in worker.running:
-        if seq.phase is Phase.PREFILL:
-            sharing.running.append((_work(seq).cost(sharing.context_weight), seq.key))
+    for seq in prefilling(worker):
+        sharing.running.append((_work(seq).cost(sharing.context_weight), seq.key))
+    if rows and sharing.running and min(sharing.running)[0] > _GIANT * sharing.tokens and not len(st.queue):
+        sharing.tokens = max(float(GRAIN), _GIANTS_PART * sharing.tokens)
     return sharing
 
 
 def chunk_rows(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> None:
     """Give the running prefills, those placed in this frame included, their tokens."""
-    seqs = [s for s in worker.running if s.phase is Phase.PREFILL]
+    seqs = prefilling(worker)
     works = [_work(s, fresh=s.planned_step == draft.step) for s in seqs]
     grants = split(
         sharing.tokens, draft.budget, works, share=st.limits.prefill_share, context_weight=sharing.context_weight

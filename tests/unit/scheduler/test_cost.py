@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._flash import Flash
 from scheduler_svc.core.cost import CostModel, Shape
+from worker_svc.sim.cost import FlashOnH200, Load
 
-H200 = Flash(efficiency=0.6)
+H200 = FlashOnH200()
 
 
 def took(shape: Shape) -> float:
-    return 1e9 * H200.step_s(shape.rows, shape.row_context, shape.chunk_tokens, shape.chunk_work)
+    return float(H200.step_ns(Load(shape.rows, shape.row_context, shape.chunk_tokens, shape.chunk_work)))
 
 
 def shape(rng: random.Random, most_chunk: int = 2048) -> Shape:

@@ -377,7 +377,7 @@ def test_slots_survive_a_scheduler_restart(depth, order):
         n.resubmit(g, js)
         assert not n.core.counters.get("steps")
         n.worker(w)
-    assert n.core.counters["slots_adopted"] >= 3
+    assert n.core.counters["slots_adopted"] >= 2
     n.run()
     n.advance(1100)
     n.run()
