@@ -1,10 +1,11 @@
 """What the prefix cache reuses, what a warm prompt saves, what bookkeeping costs, and SGLang's tree beside ours.
 
 Reuse: sets of sessions served by the scheduler core in virtual time; the pool has 1.1 x the pages of the set and two
-tails per session (spares of running slots included). Reusable is what an unbounded pool with a tail at every page would
-have served. Warm: two requests with a shared 2k-token prefix on a real mesh, deterministic mode. Conservation: the share
-of the scheduler's time that goes into checking its pools. SGLang: match, lock and insert of the last turn of a 64k-token
-prompt of 30 turns in its radix cache, against hash, match, hold and publish in ours; a prompt of one piece beside it.
+tails per session (spares of running slots included). Reusable is what an unbounded pool with a tail at every page
+would have served. Warm: two requests with a shared 2k-token prefix on a real mesh, deterministic mode. Conservation:
+the share of the scheduler's time that goes into checking its pools. SGLang: match, lock and insert of the last turn of
+a 64k-token prompt of 30 turns in its radix cache, against hash, match, hold and publish in ours; a prompt of one piece
+beside it.
 """
 
 import argparse
