@@ -93,7 +93,12 @@ def check_method(match: Match, method: str) -> None:
     if ("GET" if method == "HEAD" else method) not in match.route.methods:
         allowed = ", ".join(match.route.methods)
         path = match.route.paths[0]
-        raise ApiError(405, f"{path} does not answer {method}; allowed: {allowed}", code="method_not_allowed")
+        raise ApiError(
+            405,
+            f"{path} does not answer {method}; allowed: {allowed}",
+            code="method_not_allowed",
+            headers={"Allow": allowed},
+        )
 
 
 def _match(path: str) -> Match | None:

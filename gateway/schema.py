@@ -87,6 +87,7 @@ class ChatRequest(RequestFields, kw_only=True):
     continue_final_message: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     task: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from benchmarks.__main__ import names
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +19,9 @@ def test_every_path_the_readme_names_exists():
     assert missing == []
 
 
-@pytest.mark.parametrize("op", sorted(p.name for p in (ROOT / "worker_svc/ops").iterdir() if (p / "__init__.py").exists()))
+@pytest.mark.parametrize(
+    "op", sorted(p.name for p in (ROOT / "worker_svc/ops").iterdir() if (p / "__init__.py").exists())
+)
 def test_every_op_has_its_reference_and_a_test(op):
     assert (ROOT / "worker_svc/ops" / op / "ref.py").exists(), f"{op} has no plain torch reference"
     tests = "\n".join(p.read_text() for p in (ROOT / "tests").rglob("*.py"))

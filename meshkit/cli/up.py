@@ -13,13 +13,15 @@ import click
 
 from meshkit.cli.clients import client_snippets
 from meshkit.cli.config_file import check_config, config_path
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
 from meshkit.cli.model_folder import find_model
-from meshkit.cli.preflight import check_port
+from meshkit.cli.preflight import check_api_keys, check_port, check_scheme
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import FieldError, load
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.models import served_name
+from meshkit.numerics_names import KV_DTYPES, SCHEMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,12 @@ class UpConfig:
             raise FieldError("backend", "must be model or sim")
         if self.device != "cpu":
             raise FieldError("device", "must be cpu: the forward pass on GPUs is not built yet")
+        for name, there in (("kv_cache_dtype", KV_DTYPES), ("quantization", SCHEMES)):
+            if (given := getattr(self, name)) and given.lower() not in there:
+                raise FieldError(name, f"must be one of {', '.join(there)}")
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @click.option("--model-path", "--model", "model_path", metavar="DIR", help="Same as MODEL.")
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
@@ -85,9 +90,13 @@ def up(
     if print_clients:
         screen.result(client_snippets(plan.url, plan.name))
         return int(Exit.OK)
+    problems += check_scheme(plan.model, config.quantization)
     if launcher == "print":
+        if problems:
+            raise ProblemsError(problems)
         print_commands(screen, plan)
         return int(Exit.OK)
+    problems += check_api_keys(config.api_key_file)
     warn_if_open(screen, config)
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
 

@@ -213,6 +213,8 @@ def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -
         seq.row, seq.row_gen = c.row, c.row_gen
         st.rows[(req.attach_id, c.row, c.row_gen)] = seq
         _reconcile(st, seq, list(c.emitted))
+    if req.kills >= st.limits.poison_kills:  # ended so while nobody listened; what started over must not wait for ever
+        finish.end_request(st, req, "request_poisoned", f"it was running at {req.kills} worker crashes")
     _settle_table(st, req)
     adopt.claim(st, req)
 

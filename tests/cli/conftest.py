@@ -22,6 +22,7 @@ class Script:
     finish: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    wanted_key: str = ""  # empty: everybody may ask
     url: str = ""
 
 
@@ -52,7 +53,16 @@ def server() -> Iterator[Script]:
             self.end_headers()
             self.wfile.write(raw)
 
+        def _may_not(self) -> bool:
+            wanted = f"Bearer {script.wanted_key}"
+            if not script.wanted_key or self.headers.get("Authorization") == wanted:
+                return False
+            self._json(401, {"error": {"message": "Incorrect API key"}})
+            return True
+
         def do_GET(self) -> None:
+            if self._may_not():
+                return
             if self.path == "/v1/models":
                 self._json(200, {"data": [{"id": "fake"}]})
             else:
@@ -60,6 +70,8 @@ def server() -> Iterator[Script]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self._may_not():
+                return
             if self.path == "/tokenize":
                 self._json(200, {"count": 2 * len(body["prompt"].split()), "tokens": []})
                 return

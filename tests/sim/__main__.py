@@ -8,9 +8,11 @@ import secrets
 import sys
 import time
 from dataclasses import fields
+from pathlib import Path
 
 from tests.sim.mutants import MUTANTS, hunt
 from tests.sim.runner import Tally, run
+from tests.sim.saved import save
 from tests.sim.scenario import Knobs, Scenario, draw
 from tests.sim.shrink import Failure, attempt, shrink
 
@@ -45,11 +47,12 @@ def main() -> int:
     parser.add_argument(
         "--mutants", action="store_true", help="plant each known bug and count the seeds until it shows"
     )
+    parser.add_argument("--save", type=Path, help="where to write the shrunk scenario of a failure")
     options = parser.parse_args()
     if options.mutants:
         return _mutants(options.seeds)
     if options.seed >= 0:
-        return _one(options.seed, options.trace)
+        return _one(options)
     return _many(options)
 
 
@@ -68,7 +71,7 @@ def _many(options: argparse.Namespace) -> int:
     _report(total, time.monotonic() - started)
     if total.failures:
         seed, failure = next(iter(total.failures.items()))
-        _explain(draw(seed), failure, options.trace)
+        _explain(draw(seed), failure, options)
     return 1 if total.failures else 0
 
 
@@ -82,20 +85,25 @@ def _report(total: Tally, seconds: float) -> None:
     print("  " + ", ".join(f"{name} {total.counts[name]:,}" for name in INTERESTING))
 
 
-def _one(seed: int, lines: int) -> int:
+def _one(options: argparse.Namespace) -> int:
+    seed = options.seed
     print(f"seed {seed}", flush=True)
     world, failure = attempt(draw(seed))
     if failure is None:
         print(f"held: {world.events} events, {world.checker.tokens} tokens, {world.now_ns / 1e9:.2f} virtual s")
         return 0
-    _explain(draw(seed), failure, lines)
+    _explain(draw(seed), failure, options)
     return 1
 
 
-def _explain(scenario: Scenario, failure: Failure, lines: int) -> None:
+def _explain(scenario: Scenario, failure: Failure, options: argparse.Namespace) -> None:
     """Shrink and show."""
+    lines: int = options.trace
     print(f"seed {scenario.seed} failed: {failure.message}\nshrinking ...", flush=True)
     small = shrink(scenario, failure.rule)
+    if options.save is not None:
+        save(small, options.save)
+        print(f"written to {options.save}")
     trace: list[str] = []
     _, failure_now = attempt(small, trace)
     tame = Knobs()

@@ -8,6 +8,8 @@ outlives its deadline or hangs; I13 everything back at the baseline; I14 bounded
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gateway.journal.events import ClientGone, Emit, Ended, Refused, Start, StopChoice
 from meshkit.core import Count, Received, Tick
 from meshkit.frames import GatewayHelloAck, Submit, Verdict, WorkerHelloAck
@@ -306,17 +308,15 @@ class Checker:
             for rank in worker.ranks:
                 for name in ("pages", "tails", "slots"):
                     pool = getattr(rank, name)
-                    if len(pool.free) + pool.cached != pool.size:
-                        return f"scheduler: {name} of {worker.name}: {len(pool.free)} of {pool.size} free"
+                    if pool.owned or pool.quarantined or len(pool.free) + pool.cached != pool.size:
+                        return f"scheduler: {name} of {worker.name}: {pool.owned} owned, {len(pool.free)} free"
         for process in world.workers:
-            table = process.core.table
+            table, worker = process.core.table, state.workers[process.name]
             if table.slots or any(table._refs):
                 return f"{process.name} holds slots"
-            ranks = state.workers[process.name].ranks
-            if len(table.published) != sum(rank.pages.cached for rank in ranks):
-                return f"{process.name} and the scheduler differ in published pages"
-            if len(table.tails) != sum(rank.tails.cached for rank in ranks):
-                return f"{process.name} and the scheduler differ in published tails"
+            pages, tails = _published(state, worker)
+            if sorted(table.published) != pages or table.tails != tails:
+                return f"{process.name} has published other pages or tails than the scheduler knows"
         for process in world.gateways:
             if process.core.entries or process.core.bytes_used or process.core._rows._rows or process.core._calls:
                 return f"{process.name} has open entries"
@@ -331,15 +331,28 @@ class Checker:
                 raise Violation("I14", f"request {track.spec.number} took {track.attempts} attempts")
 
 
+def _published(state: Any, worker: Any) -> tuple[list[int], dict[int, int]]:
+    """What the index says a worker has published: pages, and tails with their pages."""
+    pages: list[int] = []
+    tails: dict[int, int] = {}
+    for rank in worker.ranks:
+        there = state.index.pools[rank.pool]
+        pages += there.trie.page[there.trie.page >= 0].tolist()
+        for local in np.flatnonzero(there.tails.row >= 0).tolist():
+            tails[local + there.tails.base] = int(there.trie.page[there.tails.row[local]])
+    return sorted(pages), tails
+
+
 def _is_stale(process: "Process", event: Received) -> bool:
+    """Whether the frame belongs to no attachment in force at this process."""
     envelope = event.envelope
     if process.kind == "scheduler":
         conn = process.core.state.conns.get(event.conn)
         return conn is None or (conn.owner is not None and conn.attach_id != envelope.attach_id)
     link = process.core._link
     if isinstance(envelope.frame, (WorkerHelloAck, GatewayHelloAck)):
-        return event.conn != link._conn
-    return event.conn != link._conn or envelope.attach_id != link.attach_id
+        return bool(event.conn != link._conn)
+    return bool(event.conn != link._conn or envelope.attach_id != link.attach_id)
 
 
 def _fingerprint(process: "Process") -> Any:

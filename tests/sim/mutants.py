@@ -110,7 +110,7 @@ def _emitted_not_carried(original: Any) -> Any:
 
 
 def _overlap_not_dropped(original: Any) -> Any:
-    def book_row(self: Any, entry: Any, choice: Any, base: int, *rest: Any) -> bool:
+    def book_row(self: Any, entry: Any, choice: Any, base: int, *rest: Any) -> Any:
         return original(self, entry, choice, max(base, len(choice.ids)), *rest)
 
     return book_row
@@ -164,7 +164,7 @@ def _tombstones_ignored(original: Any) -> Any:
 
 
 def _base_off_by_one(original: Any) -> Any:
-    def emit(st: Any, seq: Any, base: int, *rest: Any, **more: Any) -> bool:
+    def emit(st: Any, seq: Any, base: int, *rest: Any, **more: Any) -> Any:
         return original(st, seq, base + 1, *rest, **more)
 
     return emit
@@ -173,7 +173,7 @@ def _base_off_by_one(original: Any) -> Any:
 def _resent_from_zero(original: Any) -> Any:
     """Harmless alone: the journal drops what it has."""
 
-    def emit(st: Any, seq: Any, base: int, ids: list[int], *rest: Any, **more: Any) -> bool:
+    def emit(st: Any, seq: Any, base: int, ids: list[int], *rest: Any, **more: Any) -> Any:
         return original(st, seq, 0, list(seq.emitted), *rest, **more)
 
     return emit
@@ -215,7 +215,7 @@ def _start_without_ids(original: Any) -> Any:
 
 
 def _freed_twice(original: Any) -> Any:
-    def drop(self: Pool, place: int) -> bool:
+    def drop(self: Pool, place: int) -> Any:
         was_last = original(self, place)
         if was_last and len(self.free) == 2:
             self.free.append(place)
@@ -334,7 +334,7 @@ def _spare_saved_early(original: Any) -> Any:
 
 
 def _one_too_many(original: Any) -> Any:
-    def ends(slot: Any, token: int) -> bool:
+    def ends(slot: Any, token: int) -> Any:
         return token in slot.stops or slot.n_emitted > slot.params.max_tokens
 
     return ends

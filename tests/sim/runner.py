@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from tests.sim.scenario import draw
@@ -57,7 +57,7 @@ def run(first: int, seeds: int, jobs: int = 1, minutes: float = 0.0, stop_after:
     end = time.monotonic() + minutes * 60 if minutes else None
     batches = [(at, min(BATCH, first + seeds - at)) for at in range(first, first + seeds, BATCH)]
     with ProcessPoolExecutor(jobs) as pool:
-        waiting = []
+        waiting: list[Future[Tally]] = []
         while batches or waiting:
             while batches and len(waiting) < 2 * jobs and (end is None or time.monotonic() < end):
                 waiting.append(pool.submit(run_batch, *batches.pop(0)))

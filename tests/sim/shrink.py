@@ -60,7 +60,8 @@ def _fewer(scenario: Scenario, name: str, fails: Any, budget: list[int]) -> Scen
         dropped = False
         at = 0
         while at < len(items) and budget[0] > 0:
-            candidate = replace(scenario, **{name: items[:at] + items[at + size :]})
+            fewer: dict[str, Any] = {name: items[:at] + items[at + size :]}
+            candidate = replace(scenario, **fewer)
             if fails(candidate):
                 scenario, items, dropped = candidate, list(getattr(candidate, name)), True
             else:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.sim.mutants import MUTANTS, hunt, planted
 from tests.sim.runner import run_batch
+from tests.sim.saved import FOLDER, load, save
 from tests.sim.scenario import draw
 from tests.sim.shrink import attempt, shrink
 
@@ -54,6 +55,16 @@ def test_invariants_hold():
         "stale_conn",
     ):
         assert tally.counts[name], f"{name} never happened: the seeds have lost their bite"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_fixed_bug_stays_fixed(path):
+    assert attempt(load(path))[1] is None
+
+
+def test_scenarios_survive_a_file(tmp_path):
+    save(draw(7), tmp_path / "s.json")
+    assert load(tmp_path / "s.json") == draw(7)
 
 
 def test_runs_repeat_under_another_hash_seed():

@@ -9,7 +9,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from meshpb.v1 import scheduler_pb2
@@ -194,10 +195,10 @@ class World:
         for process in self.processes:
             process.start()
         for request in self.scenario.requests:
-            self.after(request.at_ms, lambda request=request: self._arrive(request))
+            self.after(request.at_ms, partial(self._arrive, request))
         self.faults_open = len(self.scenario.faults)
         for fault in self.scenario.faults:
-            self.after(fault.at_ms, lambda fault=fault: self._fault(fault))
+            self.after(fault.at_ms, partial(self._fault, fault))
         quiet_since = -1
         check_ns = 0
         while self._heap:
@@ -327,7 +328,7 @@ class World:
         scheduler.conns += 1
         stream.epochs[1], stream.conns[1], stream.opened = scheduler.epoch, scheduler.conns, True
         scheduler.streams[scheduler.conns] = stream
-        peer = stream.ends[0].kind
+        peer: Literal["gateway", "worker"] = "gateway" if stream.ends[0].kind == "gateway" else "worker"
         scheduler.deliver(Opened(scheduler.conns, peer))
         self._book(stream, 1, lambda: self._deliver(stream, 0, Opened(stream.conns[0], "scheduler")))
 
@@ -482,7 +483,12 @@ class World:
             self._leave(request, process)
         if effect.choice == 0 and had < request.stop_after <= have:
             stop = StopChoice(RequestId(request.request_id), 0, request.stop_after)
-            self.after(0, lambda: self.checker.stopped(request) and process.deliver(stop))
+
+            def tell() -> None:
+                if self.checker.stopped(request):
+                    process.deliver(stop)
+
+            self.after(0, tell)
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -551,7 +557,7 @@ class World:
         if process is self.scheduler:
             answers, self._answers = self._answers, {}
             for answer in answers.values():
-                self.after(self.rng_network.uniform(0, 5), lambda answer=answer: answer(None))
+                self.after(self.rng_network.uniform(0, 5), partial(answer, None))
 
         def restart() -> None:
             self.faults_open -= 1
@@ -583,6 +589,10 @@ class World:
         process.frozen = True
         epoch = process.epoch
 
+        def again(event: Any) -> None:
+            if process.epoch == epoch:
+                process.deliver(event)
+
         def thaw() -> None:
             self.faults_open -= 1
             if process.epoch != epoch:
@@ -593,7 +603,7 @@ class World:
             if tick_first < 0.5:
                 waiting.insert(0, Tick())
             for event in waiting:
-                self.at(self.now_ns, lambda event=event: process.deliver(event) if process.epoch == epoch else None)
+                self.at(self.now_ns, partial(again, event))
 
         self.after(duration_ms, thaw)
 

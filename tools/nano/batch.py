@@ -21,12 +21,17 @@ _WAITING = 48
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """ids int32 and weights float32 [B, T]; per block of 128: the document's number in its row (-1: none), blindness."""
+    """ids int32, weights float32 and source int32 [B, T]; the rest per block of 128.
+
+    source: the C4 entry that a query should read, or -1. document: its number in the row, or -1 for none.
+    """
 
     ids: np.ndarray
     weights: np.ndarray
+    source: np.ndarray
     document: np.ndarray
     blind: np.ndarray
+    short: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,9 @@ class Batch:
 
     ids: Tensor
     weights: Tensor
+    source: Tensor
     document: Tensor
+    short: Tensor
     hide_c4: Tensor
     hide_c128: Tensor
 
@@ -50,7 +57,8 @@ class Batch:
         blind = move(rows.blind, torch.bool)
         document = move(rows.document, torch.int32)
         ids, weights = move(rows.ids, torch.int64), move(rows.weights, torch.float32)
-        return Batch(ids, weights, document, blind, torch.zeros_like(blind))
+        source, short = move(rows.source, torch.int64), move(rows.short, torch.bool)
+        return Batch(ids, weights, source, document, short, blind, torch.zeros_like(blind))
 
 
 class Packer:
@@ -91,7 +99,9 @@ def empty_rows(count: int, length: int) -> PackedRows:
     return PackedRows(
         np.zeros((count, length), np.int32),
         np.zeros((count, length), np.float32),
+        np.full((count, length), -1, np.int32),
         np.full((count, blocks), -1, np.int32),
+        np.zeros((count, blocks), bool),
         np.zeros((count, blocks), bool),
     )
 
@@ -108,5 +118,8 @@ def place(packed: PackedRows, row: int, block: int, number: int, document: Token
     packed.weights[row, begin : begin + size] = document.weights
     # Targets are one and two tokens ahead: the first two of a document follow from nothing in it.
     packed.weights[row, begin : begin + 2] = 0
+    for at, origin in document.sources():
+        packed.source[row, begin + at - 1] = (begin + origin) // 4
     packed.document[row, block : block + blocks_of(document)] = number
     packed.blind[row, block : block + blocks_of(document)] = document.blind
+    packed.short[row, block : block + blocks_of(document)] = document.short

@@ -1,7 +1,6 @@
 """The mixture of v4-nano's training text: which kinds of documents, how often, from which sources.
 
-A `Corpus` draws documents from a seeded generator. The natural texts are optional: without them (tests, or a machine that
-does not have them) small stand-ins of our own words keep every kind of document possible.
+A `Corpus` draws documents from a seeded generator. The natural texts are optional: without them (in tests) small stand-ins of our own words keep every kind of document possible.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from tools.nano.document import Document, Exchange
 from tools.nano.words import ANIMALS, COLOURS, FOODS, NAMES, PLACES, THINGS
 
 _PROSE_CHARACTERS = (300, 4000)
+_COPYING, _SHORT_SHARE = ("pairs", "json_pairs", "repeat", "recall", "unseen_tools"), 0.35
 _FALLBACK = ("The wind blew over the hills all night, and in the morning the village was white with snow.",)
 
 
@@ -81,7 +81,8 @@ class Corpus:
         document = makers[kind]()
         if document.thinking and document.effort == "low":
             document = replace(document, effort=talk.effort(rng))
-        return replace(document, kind=kind)
+        short = kind in _COPYING and rng.random() < _SHORT_SHARE
+        return replace(document, kind=kind, short=short)
 
     def _single(self, exchange: Exchange) -> Document:
         return Document(kind="", exchanges=[exchange], thinking=self._rng.random() < 0.3)

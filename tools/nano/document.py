@@ -22,6 +22,7 @@ from gateway.text.tool_encoding import add_calls
 
 PROMPT_WEIGHT = 0.1
 PROSE_WEIGHT = 0.5
+_LEAST_MATCH, _LONGEST_MATCH, _MOST_CANDIDATES = 3, 12, 100
 Role = Literal["user", "tool"]
 
 
@@ -40,7 +41,8 @@ class Exchange:
 class Document:
     """A conversation, or prose when there are no exchanges.
 
-    `blind` documents are trained without C4 entries, so that the C128 entries must carry what their answers need.
+    `blind` documents are trained without C4 entries, so that the C128 entries must carry what their answers need;
+    `short` ones with a window of a few tokens, so that the C4 entries must.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Document:
     response_schema: Any = None
     prose: str = ""
     blind: bool = False
+    short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,36 @@ class TokenizedDocument:
     weights: npt.NDArray[np.float32]
     answers: list[tuple[int, int]] = field(default_factory=list)
     blind: bool = False
+    short: bool = False
+
+    def sources(self) -> list[tuple[int, int]]:
+        """(place in an answer, earlier place that it repeats): the longest match of the tokens up to both, 3 at least.
+
+        These are the places where attention should have looked; training says so to the C4 layers.
+        """
+        ids: list[int] = self.ids.tolist()
+        pairs: dict[tuple[int, int], list[int]] = {}
+        found, at = [], 1
+        for begin, end in self.answers:
+            for place in range(begin, end):
+                while at < place:
+                    pairs.setdefault((ids[at - 1], ids[at]), []).append(at)
+                    at += 1
+                candidates = pairs.get((ids[place - 1], ids[place]), ())
+                if not candidates or len(candidates) > _MOST_CANDIDATES:
+                    continue
+                lengths = [_match(ids, candidate, place) for candidate in candidates]
+                best = max(lengths)
+                if best >= _LEAST_MATCH:
+                    found.append((place, candidates[len(lengths) - 1 - lengths[::-1].index(best)]))
+        return found
+
+
+def _match(ids: list[int], first: int, second: int) -> int:
+    length = 0
+    while length < _LONGEST_MATCH and length <= first and ids[first - length] == ids[second - length]:
+        length += 1
+    return length
 
 
 def tokenize(document: Document, tokenizer: Tokenizer) -> TokenizedDocument:
@@ -80,7 +113,7 @@ def tokenize(document: Document, tokenizer: Tokenizer) -> TokenizedDocument:
     weights = np.full(len(ids), PROMPT_WEIGHT, np.float32)
     for begin, end in answers:
         weights[begin:end] = 1.0
-    return TokenizedDocument(document.kind, np.array(ids, np.int32), weights, answers, document.blind)
+    return TokenizedDocument(document.kind, np.array(ids, np.int32), weights, answers, document.blind, document.short)
 
 
 def prompt_ids(document: Document, tokenizer: Tokenizer) -> list[int]:

@@ -1,7 +1,7 @@
 """The questions v4-nano is judged by, and how an answer is judged: word for word.
 
-Every answer here follows from its prompt alone. Greedy text equals the expected one exactly if each of its tokens is the
-model's first choice after the ones before it, so one pass over prompt and answer marks it; nothing has to be generated.
+Every answer here follows from its prompt alone. Greedy text equals the expected one exactly if each of its tokens is
+the model's first choice after the ones before it, so one pass over prompt and answer marks it without generating.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Marks:
 
 
 def mark(document: TokenizedDocument, choices: Tensor, drafts: Tensor | None) -> Marks:
-    """choices [S]: the trunk's first choice after each token; drafts [S]: the draft layer's for the token after that."""
+    """choices [S]: the trunk's first choice after each token; drafts [S]: the draft layer's for the one after."""
     ids = torch.from_numpy(document.ids).to(choices)
     total = Marks()
     for begin, end in document.answers:

@@ -19,6 +19,8 @@ from worker_svc.checkpoint.config import V4Config
 from worker_svc.model.rope import frequencies
 
 HIDDEN = -1e9
+SHORT_WINDOW = 20
+_SPREAD = 4.0
 compute_dtype = torch.bfloat16
 """Of products and streams; FP32 only to compare with the serving model."""
 
@@ -33,14 +35,16 @@ class Switches:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Weighted means over a batch: trunk and drafter cross-entropy in nats, the indexer's divergence."""
+    """Weighted means over a batch: trunk and drafter cross-entropy in nats, the indexer's divergence, and how far the
+    C4 layers are from reading the entries that answers repeat (nats)."""
 
     trunk: Tensor
     draft: Tensor
     index: Tensor
+    guide: Tensor
 
-    def total(self) -> Tensor:
-        return self.trunk + 0.3 * self.draft + self.index
+    def total(self, guide: float) -> Tensor:
+        return self.trunk + 0.3 * self.draft + self.index + guide * self.guide
 
 
 def _matrix(*shape: int, fan_in: int | None = None) -> nn.Parameter:
@@ -137,7 +141,7 @@ class Compressor(nn.Module):
         channels = width * (2 if ratio == 4 else 1)
         self.ratio, self.width = ratio, width
         self.wkv, self.wgate = _matrix(channels, c.hidden_size), _matrix(channels, c.hidden_size)
-        self.ape = nn.Parameter(torch.zeros(ratio, channels))
+        self.ape = nn.Parameter(_spread(width) if ratio == 4 else torch.zeros(ratio, channels))
         self.norm = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, turns: Tensor, starts: Tensor) -> Tensor:
@@ -155,6 +159,16 @@ class Compressor(nn.Module):
         """a halves of the group before, b halves of the own: [B, n, 4, 2e] -> [B, n, 8, e]."""
         before = F.pad(x[:, :-1, :, : self.width], (0, 0, 0, 0, 1, 0))
         return torch.cat([before, x[..., self.width :]], 2)
+
+
+def _spread(width: int) -> Tensor:
+    """A C4 ape that begins with each eighth of the channels taken from one of the eight tokens.
+
+    From zeros, entries begin as means of eight tokens; reading single tokens out of those is hardly ever learned.
+    """
+    slot = torch.arange(width) * 8 // width
+    token = torch.arange(4).unsqueeze(1)
+    return _SPREAD * torch.cat([slot == token, slot == token + 4], 1).float()
 
 
 class Indexer(nn.Module):
@@ -205,9 +219,18 @@ class Attention(nn.Module):
             self.indexer = Indexer(c)
 
     def forward(
-        self, y: Tensor, norm: Tensor, turns: Tensor, document: Tensor, hide: Tensor, on: Tensor, dense: Tensor
+        self,
+        y: Tensor,
+        norm: Tensor,
+        turns: Tensor,
+        document: Tensor,
+        hide: Tensor,
+        short: Tensor,
+        source: Tensor,
+        on: Tensor,
+        dense: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """y [B, T, D] before its norm; turns [T, r/2, 2] -> output [B, T, D], the indexer's divergence."""
+        """y [B, T, D] before its norm; turns [T, r/2, 2] -> output [B, T, D], [indexer's divergence, guide]."""
         x = _norm(y, norm)
         rows, length, _ = x.shape
         rounded = round_input(x, on)
@@ -222,12 +245,12 @@ class Attention(nn.Module):
         per_block = q.reshape(-1, BLOCK * self.heads, self.width)
         scores = torch.bmm(per_block, window.transpose(1, 2)).view(rows, length, self.heads, 2 * BLOCK).float()
         scores = scores * self.width**-0.5
-        scores = scores.masked_fill(~self._window_seen(starts, length).unsqueeze(2), HIDDEN)
-        divergence = scores.new_zeros(())
+        scores = scores.masked_fill(~self._window_seen(starts, short, length).unsqueeze(2), HIDDEN)
+        extras = scores.new_zeros(2)
         if not self.ratio:
             p = (scores - self._total(scores)).exp()
             out = torch.bmm(p.to(compute_dtype).reshape(-1, BLOCK * self.heads, 2 * BLOCK), window)
-            return self._output(out.view(rows, length, self.heads, -1), turns, on), divergence
+            return self._output(out.view(rows, length, self.heads, -1), turns, on), extras
         entries, seen = self._entries(x, turns, starts, document, hide, on)
         index = None
         if self.ratio == 4:
@@ -240,21 +263,22 @@ class Attention(nn.Module):
         total = self._total(torch.cat([scores, far], -1))
         near_p, far_p = (scores - total).exp(), (far - total).exp()
         if index is not None:
-            divergence = self._divergence(far_p.detach(), index, seen)
+            extras = torch.stack([self._divergence(far_p.detach(), index, seen), self._guide(far_p, source, seen)])
         near_p = near_p.to(compute_dtype).reshape(-1, BLOCK * self.heads, 2 * BLOCK)
         out = torch.bmm(near_p, window).view(rows, length * self.heads, -1)
         out = out + torch.bmm(far_p.to(compute_dtype).flatten(1, 2), entries)
-        return self._output(out.view(rows, length, self.heads, -1), turns, on), divergence
+        return self._output(out.view(rows, length, self.heads, -1), turns, on), extras
 
     def _total(self, scores: Tensor) -> Tensor:
         return torch.logaddexp(scores.logsumexp(-1), self.attn_sink).unsqueeze(-1)
 
-    def _window_seen(self, starts: Tensor, length: int) -> Tensor:
+    def _window_seen(self, starts: Tensor, short: Tensor, length: int) -> Tensor:
         """[B, T, 256]: the 128 tokens up to the query, in its block and, unless a document starts, the one before."""
         query = torch.arange(BLOCK, device=starts.device).unsqueeze(1)
         key = torch.arange(2 * BLOCK, device=starts.device)
         near = (key > query) & (key <= query + BLOCK)
         seen = near & ((key >= BLOCK) | ~starts[:, :, None, None])
+        seen = seen & ((key > query + BLOCK - SHORT_WINDOW) | ~short[:, :, None, None])
         return seen.reshape(starts.shape[0], length, 2 * BLOCK)
 
     def _entry_starts(self, starts: Tensor) -> Tensor:
@@ -283,6 +307,15 @@ class Attention(nn.Module):
         target = target / (mass + 1e-9)
         found = index.masked_fill(~seen, HIDDEN).log_softmax(-1)
         return (mass.squeeze(-1) * (target * ((target + 1e-9).log() - found) * seen).sum(-1)).mean()
+
+    def _guide(self, p: Tensor, source: Tensor, seen: Tensor) -> Tensor:
+        """-log of the first half of the heads' attention on the entries that hold the token to be repeated."""
+        first = source.clamp(min=0).unsqueeze(-1)
+        second = (first + 1).clamp(max=p.shape[-1] - 1)
+        mass = p[:, :, : self.heads // 2].mean(2)
+        read = (mass.gather(-1, first) + mass.gather(-1, second)).squeeze(-1)
+        known = (source >= 0) & seen.gather(-1, first).squeeze(-1)
+        return ((read + 1e-3).log().neg() * known).sum() / known.sum().clamp(min=1)
 
     def _output(self, out: Tensor, turns: Tensor, on: Tensor) -> Tensor:
         """[B, T, H, d] -> [B, T, D]; the input of wo_a stays as it is, that of wo_b is rounded."""
@@ -366,14 +399,24 @@ class Block(nn.Module):
         self.hc_attn, self.hc_ffn = Hyper(c, head=False), Hyper(c, head=False)
 
     def forward(self, x: Tensor, ids: Tensor, turns: Tensor, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor]:
-        """Streams [B, T, N, D] -> streams, the indexer's divergence."""
+        """Streams [B, T, N, D] -> streams, [indexer's divergence, guide]."""
         a, f = self.hc_attn, self.hc_ffn
         y, post, comb = collapse(x, a.fn, a.base, a.scale)
         hide = batch.hide_c4 if self.attn.ratio == 4 else batch.hide_c128
-        y, divergence = self.attn(y, self.attn_norm, turns, batch.document, hide, switches.rounding, switches.dense)
+        y, extras = self.attn(
+            y,
+            self.attn_norm,
+            turns,
+            batch.document,
+            hide,
+            batch.short,
+            batch.source,
+            switches.rounding,
+            switches.dense,
+        )
         x = expand(y, x, post, comb)
         y, post, comb = collapse(x, f.fn, f.base, f.scale)
-        return expand(self.ffn(y, self.ffn_norm, ids, switches.rounding), x, post, comb), divergence
+        return expand(self.ffn(y, self.ffn_norm, ids, switches.rounding), x, post, comb), extras
 
 
 class Draft(Block):
@@ -410,14 +453,14 @@ class NanoModel(nn.Module):
             self.register_buffer(name, torch.stack([angles.cos(), angles.sin()], -1), persistent=False)
 
     def streams(self, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor]:
-        """The trunk up to its head: streams [B, T, N, D] and the indexers' divergence."""
+        """The trunk up to its head: streams [B, T, N, D] and the sums of [indexers' divergence, guide]."""
         x = F.embedding(batch.ids, self.embed).to(compute_dtype).unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
-        divergence = x.new_zeros((), dtype=torch.float32)
+        extras = x.new_zeros(2, dtype=torch.float32)
         for block in self.layers:
             assert isinstance(block, Block)
             x, part = block(x, batch.ids, self._turns(block.attn.ratio, batch), batch, switches)
-            divergence = divergence + part
-        return x, divergence
+            extras = extras + part
+        return x, extras
 
     def draft_streams(self, x: Tensor, batch: Batch, switches: Switches) -> Tensor:
         """Streams of the draft layer: at t it knows the token t+1."""
@@ -434,10 +477,10 @@ class NanoModel(nn.Module):
 
     def losses(self, batch: Batch, switches: Switches) -> Losses:
         """Losses of a batch."""
-        x, divergence = self.streams(batch, switches)
+        x, extras = self.streams(batch, switches)
         trunk = self._loss(x, self.hc_head, self.norm, batch, 1)
         y = self.draft_streams(x, batch, switches)
-        return Losses(trunk, self._loss(y, self.draft.hc_head, self.draft.norm, batch, 2), divergence)
+        return Losses(trunk, self._loss(y, self.draft.hc_head, self.draft.norm, batch, 2), extras[0], extras[1])
 
     def logits(self, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor]:
         """Logits of trunk and draft layer [B, T, V], for evaluation."""
@@ -475,6 +518,16 @@ def compile_parts(model: NanoModel) -> None:
     for module in model.modules():
         if isinstance(module, (Attention, MoE)):
             module.compile(dynamic=False)
+
+
+def renew_c4(model: NanoModel) -> None:
+    """Forget what the C4 compressors have learned, for a training that never used them."""
+    for block in model.layers:
+        assert isinstance(block, Block)
+        if block.attn.ratio != 4:
+            continue
+        for old in (block.attn.compressor, block.attn.indexer.compressor):
+            old.load_state_dict(Compressor(model.config, 4, old.width).state_dict())
 
 
 def parameter_count(model: NanoModel) -> int:

@@ -25,8 +25,8 @@ from tools.nano.batch import Batch
 from tools.nano.corpus import Sources
 from tools.nano.exam import Marks, Sitting, papers, sit
 from tools.nano.feed import FIRST_SEED, Feed
-from tools.nano.model import NanoModel, Switches, compile_parts, parameter_count
-from tools.nano.schedule import Schedule
+from tools.nano.model import NanoModel, Switches, compile_parts, parameter_count, renew_c4
+from tools.nano.schedule import SCHEDULES
 from tools.nano.weights_io import export, load_shards, save_shards
 from worker_svc.checkpoint.census import preset
 from worker_svc.checkpoint.config import V4Config
@@ -45,6 +45,8 @@ class Options:
     tokenizer: Path
     out: Path
     resume: Path | None
+    renew_c4: bool
+    schedule: str
     device: str
     train_secs: float
     twin_secs: float
@@ -79,7 +81,7 @@ class Trainer:
     """Model, optimizer, feed and what is written about them."""
 
     def __init__(self, options: Options, config: V4Config) -> None:
-        self.options, self.schedule = options, Schedule()
+        self.options, self.schedule = options, SCHEDULES[options.schedule]
         self._started = time.monotonic()
         options.out.mkdir(parents=True, exist_ok=True)
         self._log = (options.out / "log.jsonl").open("a", buffering=1)
@@ -102,19 +104,21 @@ class Trainer:
         self.model = NanoModel(config, options.length)
         if options.resume is not None:
             self.model.load_state_dict(load_shards(options.resume))
+            if options.renew_c4:
+                renew_c4(self.model)
         self.model.to(self.device).train()
         self.switches = Switches(self._flag(False), self._flag(True))
         self.optimizer = self._optimizer()
-        self.step = 0
+        self.step, self.guidance = 0, self.schedule.guide
 
     def _flag(self, value: bool) -> Tensor:
         return torch.tensor(value, device=self.device)
 
     def _optimizer(self) -> torch.optim.Optimizer:
-        matrices = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() < 2]
+        named = list(self.model.named_parameters())
+        matrices = [p for name, p in named if p.dim() > 1 and not name.endswith(".ape")]
+        others = [p for name, p in named if p.dim() < 2 or name.endswith(".ape")]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        # A capturable learning rate tensor would save nothing here: steps are long.
         return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=self.device.type == "cuda")
 
     def say(self, event: str, **values: Any) -> None:
@@ -157,12 +161,13 @@ class Trainer:
                 self._twin()
                 clock.pause(began)
             rate = self.schedule.rate(share, self.step)
+            self.guidance = self.schedule.guidance(share)
             losses = self._train_step(rate)
             tokens += self.options.rows * self.options.length
             if self.step % self.options.log_every == 0:
                 values = [round(float(part), 4) for part in losses]
                 seconds, mark = time.monotonic() - mark, time.monotonic()
-                names = dict(zip(("loss", "draft", "index", "grad"), values))
+                names = dict(zip(("loss", "draft", "index", "guide", "grad"), values))
                 speed, tokens = round(tokens / seconds), 0
                 self.say(
                     "step",
@@ -189,10 +194,10 @@ class Trainer:
         if told.exists():
             clock.budget = float(told.read_text())
 
-    def _train_step(self, rate: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _train_step(self, rate: float) -> tuple[Tensor, ...]:
         batch = Batch.of(self.feed.next(), self.device)
         losses = self.model.losses(batch, self.switches)
-        losses.total().backward()  # type: ignore[no-untyped-call]
+        losses.total(self.guidance).backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -200,7 +205,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.balance(BIAS_RATE)
         self.step += 1
-        return losses.trunk.detach(), losses.draft.detach(), losses.index.detach(), norm
+        return losses.trunk.detach(), losses.draft.detach(), losses.index.detach(), losses.guide.detach(), norm
 
     def _twin(self) -> None:
         """Branch off, let the rate fall to its end without rounding, save, and return to where it was."""
@@ -284,6 +289,8 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help="BF16 weights of a snapshot to start from")
+    parser.add_argument("--renew-c4", action="store_true", help="begin the C4 compressors anew when resuming")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="whole")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--train-secs", type=float, default=1100)
     parser.add_argument("--twin-secs", type=float, default=25)

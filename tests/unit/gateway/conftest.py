@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
+from gateway.http_server import GatewayRunner
 from gateway.journal.events import Emit, Ended, Refused, Start
 from gateway.mesh import Sink
 from gateway.service import Gateway
@@ -179,7 +180,7 @@ def mesh(tokenizer: Tokenizer) -> FakeMesh:
 @asynccontextmanager
 async def serve(mesh: FakeMesh, tokenizer: Tokenizer | None, **options: Any) -> AsyncIterator[Served]:
     app = build_app(mesh, tokenizer, GatewayConfig(model=DEFAULT_MODEL, **options))
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    runner = GatewayRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
