@@ -20,6 +20,9 @@ class SchedulerConfig:
     chunk_tokens: int = option(2048, "Most tokens in one step; the worker's own limit also binds.")
     queue_requests: int = option(4096, "Waiting choices before new ones are refused.")
     queue_bytes: int = option(1 << 30, "Bytes of waiting prompts before new ones are refused.")
+    prefix_cache: bool = option(True, "Requests share the KV pages of their common prefixes, within tenant and salt.")
+    tail_windows: int = option(0, "Resume points inside a prompt beside its end and branches; 0: one per 32k.")
+    evict_policy: Literal["lru"] = option("lru", "What the prefix cache drops first.")
     drain_s: float = option(30.0, "Seconds that running requests get on SIGTERM.")
     metrics_port: int = option(0, "Port of /metrics on loopback, 0 for none.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe lines to log.")
@@ -31,6 +34,8 @@ class SchedulerConfig:
         for name in ("chunk_tokens", "queue_requests", "queue_bytes"):
             if getattr(self, name) < 1:
                 raise FieldError(name, "must be positive")
+        if self.tail_windows < 0:
+            raise FieldError("tail_windows", "must be 0 (automatic) or positive")
         if not 0 <= self.metrics_port < 65536:
             raise FieldError("metrics_port", "must be 0 to 65535")
 
@@ -43,4 +48,6 @@ class SchedulerConfig:
             build=build,
             queue_requests=self.queue_requests,
             queue_bytes=self.queue_bytes,
+            prefix_cache=self.prefix_cache,
+            tail_windows=self.tail_windows,
         )

@@ -304,9 +304,13 @@ def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
 
 def _points(st: State, offer: Offer, seq: Seq) -> list[tuple[int, int]]:
     """Where this prefill saves tails; a replay has none to offer before it is exact."""
-    decision = offer.decision
-    branches = st.index.branch_points(offer.match, len(columns_of(seq)))
-    points = save_points(decision.start, len(seq.req.prompt), branches)
-    if decision.action is Action.REPLAY:
-        points = [point for point in points if point[0] >= decision.write_from]
-    return points
+    after, prompt = offer.decision.tails_after, len(seq.req.prompt)
+    points = dict(save_points(after, prompt, st.index.branch_points(offer.match, len(columns_of(seq)))))
+    if st.limits.tail_windows:
+        points = {pos: reasons for pos, reasons in points.items() if reasons != Reason.INTERVAL}
+        last = prompt // PAGE_TOKENS
+        gap = max(1, last // (st.limits.tail_windows + 1)) * PAGE_TOKENS
+        for pos in range(gap, last * PAGE_TOKENS, gap)[: st.limits.tail_windows]:
+            if pos > after:
+                points.setdefault(pos, int(Reason.INTERVAL))
+    return sorted(points.items())

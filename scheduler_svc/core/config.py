@@ -37,6 +37,7 @@ class SchedulerLimits:
     step_ms: int = 500  # no chunk makes a step longer
     prefill_share: float = 0.125  # of a step's prefill tokens for the oldest prefill, however long it is
     prefix_cache: bool = True  # share pages between requests
+    tail_windows: int = 0  # tails saved inside a prompt beside its end and branches, 0 = one every 32k tokens
 
     heartbeat_ms: int = 500
     dead_ms: int = 2_000  # a peer that says nothing for so long is dead
