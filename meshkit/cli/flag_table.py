@@ -339,8 +339,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="How boldly batches are built.",
         ours="scheduler.conservativeness",
         parse=positive,
-        needs="admission by predicted output length",
-        meanwhile="every admitted request has its pages reserved",
+        does="admission keeps room for this share of the expected output (1 or more: for all of it)",
         invented=True,
     ),
     Entry(

@@ -69,6 +69,7 @@ IN_EFFECT = {
     "--kv-cache-dtype",
     "--quantization",
     "SGLANG_RADIX_CACHE_TARGET_SLIDING_WINDOW",
+    "SGLANG_SCHEDULE_CONSERVATIVENESS",
 }
 
 
