@@ -56,7 +56,7 @@ def fork(st: State, worker: Worker, draft: Draft, leader: Seq) -> None:
         rank.pages.share_all(np.array(shared, np.int32))
         seq.hold = _same(st, leader.hold)
         seq.pages = []
-        seq.length = seq.fed = at
+        seq.length, seq.fed = leader.length, at  # what is not booked yet is the leader's to publish
         seq.write_from = leader.write_from
         seq.cached = leader.cached
         seq.phase = Phase.PREFILL

@@ -39,11 +39,30 @@ def seal(st: State, worker: Worker, seq: Seq) -> None:
                 worker.publishes[page] = PublishedPage(page, gens[i], parent, keys[i])
                 rank.pages.keep(page)
             parent = page
+        _tell_siblings(st, seq, have)
     end = len(hold.rows) * PAGE_TOKENS
     for saved in [s for s in seq.saved if s.pos <= end]:
         seq.saved.remove(saved)
         if not _attach(st, worker, rank, seq, saved):
             rank.tails.drop(saved.tail)
+
+
+def _tell_siblings(st: State, seq: Seq, have: int) -> None:
+    """Choices that were forked off have the same pages in their tables: they hold what is published of them, too."""
+    hold = seq.hold
+    assert hold is not None
+    for other in seq.req.choices:
+        held = other.hold
+        if other is seq or held is None or held.pool != hold.pool or len(held.rows) != have:
+            continue
+        same = 0
+        for ours, theirs in zip(seq.pages[have : len(hold.rows)], other.pages[have:], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        if same:
+            st.index.pools[hold.pool].trie.acquire(hold.rows[have : have + same], st.now)
+            held.rows = hold.rows[: have + same]
 
 
 def _attach(st: State, worker: Worker, rank: Rank, seq: Seq, saved: Saved) -> bool:
