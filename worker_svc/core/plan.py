@@ -113,7 +113,7 @@ def prepare(table: SlotTable, frame: StepFrame) -> Prepared:
 def publish(table: SlotTable, frame: StepFrame) -> None:
     """The last operations of a frame. Raises FrameError.
 
-    They may come before the frame has run: a scheduler names only pages and tails whose contents it has booked.
+    Announced when it is launched, so that the frames behind it can be checked; in force once it is booked.
     """
     for entry in frame.publishes:
         table.publish(entry)
@@ -169,11 +169,9 @@ def _check_ranks(table: SlotTable, frame: StepFrame) -> None:
 
 def _retire(table: SlotTable, frame: StepFrame) -> None:
     for page in frame.retire_pages:
-        if table.published.pop(page, None) is None:
-            raise FrameError("retire_unknown", f"retire_page of page {page}, which is not published")
+        table.retire(page)
     for tail in frame.retire_tails:
-        if table.tails.pop(tail, None) is None:
-            raise FrameError("retire_unknown", f"retire_tail of tail {tail}, which is not published")
+        table.retire_tail(tail)
 
 
 def _stops(table: SlotTable, params: SamplingParams) -> frozenset[int]:
@@ -223,7 +221,7 @@ def _copy(table: SlotTable, src: int, dst: int, src_page: int, dst_page: int) ->
         raise FrameError("bad_copy", f"slot_copy {src} -> {dst} names pages {src_page}, {dst_page}; partial: {partial}")
     if dst_page >= 0:
         table.check_range(dst_page, table.pools.pages, "slot_copy.dst_page")
-        if dst_page in table.published:
+        if table.is_published(dst_page):
             raise FrameError("page_published", f"slot_copy would write into published page {dst_page}")
     target.length = target.fed = source.fed
     target.fresh_from = source.fresh_from

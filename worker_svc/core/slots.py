@@ -236,6 +236,7 @@ class SlotMachine:
         except FrameError as error:
             self._fail(held, error, named_slots, now_ns, out)
             return True
+        self.table.booked(held.frame.publishes, held.frame.publish_tails)
         if held.attach_id == self._link.attach_id:
             self._link.send(result, out)
         else:

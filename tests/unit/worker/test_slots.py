@@ -385,6 +385,28 @@ def test_writes_into_pages_that_others_read(rig, code):
     assert faults(out) == [f"frame_error_{code}"]
 
 
+def test_what_frames_under_way_publish_is_in_force_once_they_are_booked(rig):
+    rig.step(42, **start_frame(256, pages=(0, 1)), spares=(Spare(0, 3),))
+    table = rig.machine.table
+    rig.frame(slots=i32(0), **PUBLISHED, publish_tails=(PublishedTail(3, 0),))
+    out = rig.frame(slots=i32(0), retire_tails=(3,))
+    assert not faults(out) and not table.published and table.is_published(0)
+    rig(Ran(StepOutcome(rows=(RowOutcome((43,)),))))
+    assert list(table.published) == [0] and not table.tails, "its tail was retired before it was there"
+
+
+def test_what_a_failed_frame_and_those_behind_it_publish_is_not(rig):
+    rig.step(42, **start_frame(256, pages=(0, 1)))
+    rig.frame(slots=i32(0))
+    rig.frame(slots=i32(0), **PUBLISHED)
+    rig(Ran(None, "lost"))
+    rig(Ran(None, "lost"))
+    rig.now += 2000 * MS
+    (dump,) = sent(rig.attach(78), Dump)
+    assert not dump.pages and not rig.machine.table.is_published(0)
+    assert (dump.slots[0].length, rig.slot().fed, rig.slot().sampling) == (256, 256, 0)
+
+
 def test_a_page_may_be_retired_in_the_frame_that_frees_its_last_reader(rig):
     rig.step(42, **start_frame(10))
     rig.step(43, slots=i32(0), **PUBLISHED)
@@ -499,7 +521,9 @@ def test_big_dumps_are_chunked():
     rig = Rig()
     rig.attach()
     for page in range(16):
-        rig.machine.table.publish(PublishedPage(page, page + 1, -1, b"k" * 16))
+        entry = PublishedPage(page, page + 1, -1, b"k" * 16)
+        rig.machine.table.publish(entry)
+        rig.machine.table.booked((entry,), ())
     frames = dump_frames(rig.machine.table, limit=100)
     assert [len(frame.pages) for frame in frames] == [3, 3, 3, 3, 3, 1]
     assert [frame.last for frame in frames] == [False] * 5 + [True]
