@@ -10,7 +10,7 @@ import numpy as np
 from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
-from scheduler_svc.core.lanes import I64
+from scheduler_svc.core.lanes import I64, Bools
 from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Phase, Seq
 from scheduler_svc.core.state import MS, Record, Row, State, Worker, emit
@@ -47,26 +47,39 @@ def book(st: State, worker: Worker, record: Record, result: ResultFrame) -> None
 
 def _book_lanes(st: State, worker: Worker, record: Record, result: ResultFrame, ends: I64) -> list[tuple[int, Row]]:
     """Book the decode rows of lanes that sampled and go on. Returns the others with their places in the frame."""
-    at, lanes = record.slots_at, worker.lanes
-    if not len(at):
+    slots, lanes = record.slots, worker.lanes
+    if not len(slots):
         return []
-    sampled = (result.states[at] == RowState.SAMPLED) & (result.counts[at] == 1)
-    tokens = (
-        np.where(sampled, result.tokens[np.minimum(ends[at], len(result.tokens)) - 1], -2)
-        if len(result.tokens)
-        else np.full(len(at), -2)
-    )
-    plain = sampled & lanes.goes_on(record.slots, record.gens, tokens)
-    slots, drawn = record.slots[plain], tokens[plain]
-    bases = lanes.book(slots, drawn)
+    if record.size == len(slots):  # nothing else in the frame
+        states, counts, last = result.states, result.counts, ends - 1
+    else:
+        at = record.slots_at
+        states, counts, last = result.states[at], result.counts[at], ends[at] - 1
+    sampled = (states == RowState.SAMPLED) & (counts == 1)
+    if not sampled.any():
+        return _one_by_one(record, ~sampled)
+    tokens = result.tokens[np.maximum(last, 0)].astype(np.int64)
+    plain = sampled & lanes.goes_on(slots, record.gens, tokens)
+    others = [] if plain.all() else _one_by_one(record, ~plain)
+    if others:
+        slots, tokens = slots[plain], tokens[plain]
+    bases, lengths = lanes.book(slots, tokens)
+    row, row_gen, cached = lanes.names(slots)
+    attach = lanes.attach[slots]
     for attach_id in st.listeners:
-        mine = lanes.attach[slots] == np.uint64(attach_id)
+        mine = attach == np.uint64(attach_id)
         if mine.any() and (out := st.outbox(attach_id)) is not None:
-            s = slots[mine]
-            out.add_many(lanes.row[s], lanes.row_gen[s], bases[mine], drawn[mine], lanes.cached[s])
-    worker.sealing.extend(lanes.seqs[slots[lanes.length[slots] % PAGE_TOKENS == 0]])
-    left = np.flatnonzero(~plain).tolist()
-    return [(int(at[i]), Row(record.seqs[i], int(record.gens[i]), False, 0, 1, True)) for i in left]
+            every = slice(None) if mine.all() else mine
+            out.add_many(row[every], row_gen[every], bases[every], tokens[every], cached[every])
+    worker.sealing.extend(lanes.seqs[slots[lengths % PAGE_TOKENS == 0]])
+    return others
+
+
+def _one_by_one(record: Record, which: Bools) -> list[tuple[int, Row]]:
+    """Rows of lanes as rows of their own, with their places in the frame."""
+    left = np.flatnonzero(which).tolist()
+    gens = record.gens.tolist()
+    return [(int(record.slots_at[i]), Row(record.seqs[i], gens[i], False, 0, 1, True)) for i in left]
 
 
 def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], logprobs: list[Entry] | None) -> None:

@@ -25,20 +25,32 @@ STOPS: Final = 8
 """A choice with more ids that end it stays out."""
 
 
+_PLANNED: Final = np.array([1, 0, 1, 1, 0, 0], np.int64)  # by column of `_counts`
+_BOOKED: Final = np.array([0, 1, -1, -1, 1, 1], np.int64)
+
+
 class Lanes:
-    """One lane per slot of a worker, over all its ranks."""
+    """One lane per slot of a worker, over all its ranks. The columns are views: a step moves whole rows at once."""
 
     def __init__(self, slots: int) -> None:
         self.count = 0
-        self.on: Bools = np.zeros(slots, np.bool_)
         self.seqs: npt.NDArray[Any] = np.full(slots, None, object)
-        self.gen, self.fed, self.length, self.planned, self.flying, self.sampling = (_zeros(slots) for _ in range(6))
-        self.emitted, self.most, self.least, self.room = (_zeros(slots) for _ in range(4))
-        self.row, self.row_gen, self.cached = (_zeros(slots) for _ in range(3))
+        self._counts: I64 = np.zeros((slots, 6), np.int64)
+        self.fed, self.length, self.flying, self.sampling, self.emitted, self._kept = self._counts.T
+        self._facts: I64 = np.zeros((slots, 6), np.int64)
+        self.gen, self.most, self.least, self.row, self.row_gen, self.cached = self._facts.T
+        self.gen[:] = -1  # nobody is in
+        self.room: I64 = np.zeros(slots, np.int64)
+        self.planned: I64 = np.zeros(slots, np.int64)
         self.attach: npt.NDArray[np.uint64] = np.zeros(slots, np.uint64)
         self.stops: I64 = np.full((slots, STOPS), -1, np.int64)
         self._ids: npt.NDArray[np.int32] = np.zeros((slots, BLOCK), np.int32)
-        self._kept: I64 = _zeros(slots)
+
+    @property
+    def on(self) -> Bools:
+        """Lanes that are taken."""
+        taken: Bools = self.gen >= 0
+        return taken
 
     def enter(self, seq: "Seq", stops: tuple[int, ...]) -> None:
         """Take over a placed, decoding choice; `stops` are the ids that end it."""
@@ -55,7 +67,7 @@ class Lanes:
         self.stops[s] = -1
         self.stops[s, : len(stops)] = stops
         self._kept[s] = 0
-        self.seqs[s], self.on[s] = seq, True
+        self.seqs[s] = seq
         self.count += 1
         seq.lanes = self
 
@@ -67,7 +79,7 @@ class Lanes:
         seq.lanes = None
         seq.fed, seq.length, seq.planned_step = int(self.fed[s]), int(self.length[s]), int(self.planned[s])
         seq.flying, seq.sampling = int(self.flying[s]), int(self.sampling[s])
-        self.seqs[s], self.on[s] = None, False
+        self.seqs[s], self.gen[s] = None, -1
         self.count -= 1
 
     def flush(self, seq: "Seq") -> None:
@@ -81,37 +93,35 @@ class Lanes:
 
     def ready(self) -> I64:
         """Slots that may sample once more, rising."""
-        return np.flatnonzero(self.on & (self.emitted + self.sampling < self.most))
+        return np.flatnonzero((self.gen >= 0) & (self.emitted + self.sampling < self.most))
 
     def plan(self, slots: I64, step: int) -> None:
         """One more token of each is fed by this step."""
-        self.fed[slots] += 1
-        self.flying[slots] += 1
-        self.sampling[slots] += 1
+        self._counts[slots] += _PLANNED
         self.planned[slots] = step
 
     def goes_on(self, slots: I64, gens: I64, tokens: I64) -> Bools:
         """Of rows planned under `gens`, those whose choice is still here and does not end with its token."""
+        gen, most, least = self._facts[slots, :3].T
         emitted = self.emitted[slots] + 1
-        ends = (self.stops[slots] == tokens[:, None]).any(axis=1) & (emitted >= self.least[slots])
-        result: Bools = self.on[slots] & (self.gen[slots] == gens) & ~ends & (emitted < self.most[slots])
-        return result
+        goes_on: Bools = (gen == gens) & (emitted < most)
+        stops = self.stops[slots] == tokens[:, None]
+        if stops.any():
+            goes_on &= ~(stops.any(axis=1) & (emitted >= least))
+        return goes_on
 
-    def book(self, slots: I64, tokens: I64) -> I64:
-        """Each sampled its token. Returns the output position of each."""
-        self.flying[slots] -= 1
-        self.sampling[slots] -= 1
-        self.length[slots] += 1
-        bases: I64 = self.emitted[slots]
-        kept = self._kept[slots]
-        self._ids[slots, kept] = tokens
-        self.emitted[slots] = bases + 1
-        self._kept[slots] = kept + 1
-        if kept.size and int(kept.max()) == BLOCK - 1:
-            for seq in self.seqs[slots[kept == BLOCK - 1]]:
+    def book(self, slots: I64, tokens: I64) -> tuple[I64, I64]:
+        """Each sampled its token. Returns output position and new length of each."""
+        counts = self._counts[slots] + _BOOKED
+        self._counts[slots] = counts
+        _, length, _, _, emitted, kept = counts.T
+        self._ids[slots, kept - 1] = tokens
+        if kept.size and int(kept.max()) == BLOCK:
+            for seq in self.seqs[slots[kept == BLOCK]]:
                 self.flush(seq)
-        return bases
+        return emitted - 1, length
 
-
-def _zeros(slots: int) -> I64:
-    return np.zeros(slots, np.int64)
+    def names(self, slots: I64) -> I64:
+        """Row, generation of the row and cached tokens of each: three columns."""
+        found: I64 = self._facts[slots, 3:].T
+        return found

@@ -49,6 +49,13 @@ class Draft:
     loading: list[Hold] = field(default_factory=list)  # whose tails must stay until this frame is complete
 
 
+def prefilling(worker: Worker) -> list[Seq]:
+    """Its choices whose prompt is not through, in order of service; looks at none when all decode in lanes."""
+    if worker.lanes.count == len(worker.running):
+        return []
+    return [seq for seq in worker.running if seq.phase is Phase.PREFILL]
+
+
 def decode_load(draft: Draft) -> tuple[int, int]:
     """Rows so far and the sum of their contexts."""
     rows = [row for rank_rows in draft.rows for row in rank_rows]
