@@ -53,7 +53,7 @@ def admit(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> None:
     if st.limits.conservativeness:
         _hold_back(st)
     for seq in st.turns.candidates(st.queue, st.limits.scan, lambda s: weight(st, s), lambda s: cached_tokens(st, s)):
-        if not sharing.open(draft) or not _any_slot(st, worker, draft):
+        if not sharing.open() or not _any_slot(st, worker, draft):
             return
         if draft.urgent is not None and seq.req.priority > draft.urgent.req.priority:
             return

@@ -146,9 +146,13 @@ class CostModel:
         per_token = self.predict(Shape(chunk_tokens=2 * KNOTS[-1])) - self.predict(Shape(chunk_tokens=KNOTS[-1]))
         return self._coef[-1] * KNOTS[-1] / per_token if per_token > 0 else 0.0
 
+    @property
+    def most_chunk(self) -> int:
+        """Tokens of the largest chunk that predictions are trusted for."""
+        return _GROWTH * max(self.largest_chunk, _FIRST // _GROWTH)
+
     def chunk_for(self, rows: int, row_context: int, target_ns: float, most: int) -> int:
         """The most prefill tokens (at no context) with which the step is predicted to take at most `target_ns`."""
-        most = min(most, _FIRST if not self.largest_chunk else _GROWTH * max(self.largest_chunk, _FIRST // _GROWTH))
         if self.predict(Shape(rows, row_context, most)) <= target_ns:
             return most
         low, high = 0, most  # low fits, high does not

@@ -12,12 +12,27 @@ from scheduler_svc.core.request import Phase, pages_for
 from scheduler_svc.core.room import room
 from scheduler_svc.core.state import State, Worker
 
+_LITTLE = 16  # a sixteenth of the queue is little
+
 
 def refuse(st: State, sub: Submit, choices: int, nbytes: int) -> SubmitReply | None:
     """Too much of one tenant, or too late for its deadline; None lets it in."""
     if sub.attempt > 1:
         return None
     return _over_limit(st, sub, choices, nbytes) or _too_late(st, sub, choices)
+
+
+def queue_full(st: State, tenant: str, choices: int, nbytes: int) -> bool:
+    """Whether so much more is too much. Who has little waiting finds a reserve when others have filled the queue."""
+    limits, queue = st.limits, st.queue
+    count, size = len(queue) + choices, queue.nbytes + nbytes
+    if count <= limits.queue_requests and size <= limits.queue_bytes:
+        return False
+    waiting, waiting_bytes = queue.of_tenant(tenant)
+    little = limits.queue_requests // _LITTLE, limits.queue_bytes // _LITTLE
+    if not tenant or waiting + choices > little[0] or waiting_bytes + nbytes > little[1]:
+        return True
+    return count > limits.queue_requests * 5 // 4 or size > limits.queue_bytes * 5 // 4
 
 
 def _over_limit(st: State, sub: Submit, choices: int, nbytes: int) -> SubmitReply | None:

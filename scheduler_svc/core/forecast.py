@@ -70,7 +70,10 @@ class Ahead:
 
 
 def ahead_of(queue: WaitQueue, new: Newcomer) -> Ahead:
-    """More urgent lanes and its own tenant's wholly; of others of its priority as much as turn-taking lets pass."""
+    """More urgent lanes and its own tenant's wholly; of others of its priority as much as turn-taking lets pass.
+
+    Of lanes whose choices are longer, as much as if they were as long as the newcomer, which passes them.
+    """
     out = Ahead()
     for priority, tenants in queue.lanes().items():
         if priority > new.priority:
@@ -80,8 +83,11 @@ def ahead_of(queue: WaitQueue, new: Newcomer) -> Ahead:
         count = new.choices + (len(own.seqs) if own is not None else 0)
         for tenant, lane in tenants.items():
             whole = priority < new.priority or tenant == new.tenant
-            out.tokens += lane.tokens if whole else min(lane.tokens, mine)
-            out.choices += len(lane.seqs) if whole else min(len(lane.seqs), count)
+            passed = min(
+                1.0, new.tokens * len(lane.seqs) / max(1, lane.tokens)
+            )  # a short one need not wait for long ones
+            out.tokens += passed * (lane.tokens if whole else min(lane.tokens, mine))
+            out.choices += passed * (len(lane.seqs) if whole else min(len(lane.seqs), count))
     return out
 
 
@@ -93,8 +99,8 @@ def delay_ns(sites: list[Site], ahead: Ahead, new: Newcomer, mean_output: float)
     if pace <= 0:
         return 0.0
     running = sum(min(left, new.tokens) for site in sites for left in site.prefills)  # longer ones let it pass
-    prefill = (ahead.tokens + running + new.tokens) / pace
-    return prefill + _places(sites, ahead, new, mean_output)
+    own = new.tokens / pace
+    return max((ahead.tokens + running) / pace, _places(sites, ahead, new, mean_output)) + own
 
 
 def _prefill_pace(site: Site) -> float:
@@ -117,7 +123,8 @@ def _places(sites: list[Site], ahead: Ahead, new: Newcomer, mean_output: float) 
     if ends <= 0:
         return 0.0
     step = max(s.cost.predict(s.cost.last) for s in sites)
-    return ends * step * mean_output / running
+    together = running + sum(min(s.free_slots, s.free_pages / per_choice) for s in sites)
+    return ends * step * mean_output / together
 
 
 def retry_after_ms(forecast_ns: float, deadline_ms: int) -> int | None:

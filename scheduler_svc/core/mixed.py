@@ -17,6 +17,7 @@ from scheduler_svc.core.rows import Draft, decode_load, prefilling
 from scheduler_svc.core.state import MS, State, Worker
 
 _MARGIN = 0.04  # steps vary; the target is for nearly all of them
+_DEEP = 8  # a chunk token at a deep context costs as much as so many at none, or more
 _GIANT = 64  # steps: where all prefills take longer than so many, ...
 _GIANTS_PART = 0.5  # ... theirs are kept shorter, because whoever arrives waits for those in the worker's hands
 
@@ -35,16 +36,17 @@ def target_ns(st: State, cost: CostModel, rows: int, row_context: int) -> float:
 
 @dataclass(slots=True, eq=False)
 class Sharing:
-    """The prefill part of one frame. `tokens`: its cost limit, in prefill tokens at no context."""
+    """The prefill part of one frame. `tokens`: its cost limit, in prefill tokens at no context; `room`: real ones."""
 
     tokens: float
+    room: int
     context_weight: float
     running: list[tuple[float, tuple[int, int, int]]] = field(default_factory=list)  # cost left and key of each
     fresh: int = 0  # tokens promised to those placed in this frame
 
-    def open(self, draft: Draft) -> bool:
+    def open(self) -> bool:
         """Whether the frame can take one more prefill at all."""
-        return draft.budget > self.fresh and (not self.fresh or self.fresh + GRAIN <= self.tokens)
+        return self.room > self.fresh and (not self.fresh or self.fresh + GRAIN <= self.tokens)
 
     def has_tokens_for(self, seq: Seq, start: int) -> bool:
         """Whether this waiting choice would get some, were it placed with `start` tokens cached."""
@@ -62,8 +64,12 @@ class Sharing:
 def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
     """What this frame leaves to prefills, beside the decode rows it holds."""
     rows, row_context = decode_load(draft)
-    tokens = worker.cost.chunk_for(rows, row_context, target_ns(st, worker.cost, rows, row_context), draft.budget)
-    sharing = Sharing(float(max(tokens, GRAIN)), worker.cost.context_weight)
+    if not len(st.queue) and not prefilling(worker):
+        return Sharing(0.0, 0, 0.0)
+    cost = worker.cost
+    room = min(draft.budget, cost.most_chunk)
+    tokens = cost.chunk_for(rows, row_context, target_ns(st, cost, rows, row_context), _DEEP * room)
+    sharing = Sharing(float(max(tokens, GRAIN)), room, cost.context_weight)
     for seq in prefilling(worker):
         sharing.running.append((_work(seq).cost(sharing.context_weight), seq.key))
     if rows and sharing.running and min(sharing.running)[0] > _GIANT * sharing.tokens and not len(st.queue):
@@ -76,7 +82,7 @@ def chunk_rows(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> Non
     seqs = prefilling(worker)
     works = [_work(s, fresh=s.planned_step == draft.step) for s in seqs]
     grants = split(
-        sharing.tokens, draft.budget, works, share=st.limits.prefill_share, context_weight=sharing.context_weight
+        sharing.tokens, sharing.room, works, share=st.limits.prefill_share, context_weight=sharing.context_weight
     )
     forks = [f for s, n in zip(seqs, grants, strict=True) if n for f in s.followers if s.fed == len(s.req.prompt) - 1]
     for seq, n in zip(seqs, grants, strict=True):

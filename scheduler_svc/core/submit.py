@@ -112,7 +112,7 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
     if not st.workers and not hoping:
         return SubmitReply(Verdict.NO_WORKER, "no worker has attached", 1_000)
     nbytes = sum(4 * (len(sub.prompt) + len(c.emitted)) + 1024 for c in choices)
-    if len(st.queue) + len(choices) > st.limits.queue_requests or st.queue.nbytes + nbytes > st.limits.queue_bytes:
+    if door.queue_full(st, sub.tenant, len(choices), nbytes):
         return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue)} choices wait", st.retry_after_ms())
     return door.refuse(st, sub, len(choices), nbytes)
 

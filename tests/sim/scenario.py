@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from meshkit.types import PAGE_TOKENS, SamplingParams
+from scheduler_svc.core.policy import PolicyName
 from tests.sim.reference import VOCAB, expected_output
 
 LONG_DEADLINE_MS = 120_000
@@ -41,6 +42,8 @@ class Knobs:
     configured: bool = True  # the scheduler knows its workers' names
     bypass: int = 32
     scan: int = 64
+    policy: PolicyName = "fcfs"
+    conservativeness: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,6 +137,8 @@ def _knobs(rng: Random) -> Knobs:
         configured=rng.random() < 0.7,
         bypass=rng.choice((0, 2, 32)),
         scan=rng.choice((2, 64)),
+        policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
+        conservativeness=rng.choice((0.0, 0.0, 0.5, 1.0)),
     )
 
 

@@ -151,6 +151,8 @@ def _limits(knobs: Any) -> SchedulerLimits:
         adopt_ids=knobs.adopt_ids,
         bypass=knobs.bypass,
         scan=knobs.scan,
+        policy=knobs.policy,
+        conservativeness=knobs.conservativeness,
     )
 
 

@@ -69,7 +69,7 @@ def test_it_follows_a_machine_that_becomes_slower():
 def test_the_first_chunks_grow_by_a_bounded_factor():
     model, sizes = CostModel(), []
     for _ in range(6):
-        n = model.chunk_for(0, 0, 5e8, 8192)
+        n = model.chunk_for(0, 0, 5e8, min(8192, model.most_chunk))
         sizes.append(n)
         s = Shape(chunk_tokens=n, chunk_work=0)
         model.observe(s, int(took(s)))
@@ -82,7 +82,7 @@ def test_a_chunk_of_a_slow_machine_is_cut_to_the_time():
     """A CPU that prefills 200 tokens a second, steps of half a second."""
     model = CostModel()
     for _ in range(20):
-        n = max(16, model.chunk_for(0, 0, 5e8, 2048))
+        n = max(16, model.chunk_for(0, 0, 5e8, min(2048, model.most_chunk)))
         model.observe(Shape(chunk_tokens=n), int(2e7 + n * 5e6))
     assert 80 <= model.chunk_for(0, 0, 5e8, 2048) <= 100
 
