@@ -58,6 +58,7 @@ class Job:
     tenant: str = ""
     priority: int = 0
     page_keys: tuple[bytes, ...] = ()
+    namespace: bytes = b""
     cached_tokens: int = 0
     waiting: bool = True
     closed: bool = False  # given back to admission
@@ -165,6 +166,7 @@ class Generation:
                 priority=job.priority,
                 deadline_ms=deadline_ms,
                 traceparent=self._traceparent,
+                namespace=job.namespace,
             )
             self._mesh.start(start, self.mailbox.put)
 

@@ -169,6 +169,10 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     add_generation_prompt: bool | None = None
 
 
+class ExplainRequest(TokenizeRequest, kw_only=True):
+    """A prompt as for /tokenize; cache_salt as in the request it stands for."""
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     tokens: list[int] | None = None

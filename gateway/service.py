@@ -149,6 +149,7 @@ class Gateway:
             tenant=exchange.tenant,
             priority=priority,
             page_keys=tuple(page_keys(prompt, namespace)),
+            namespace=namespace,
         )
 
     def generation(self, exchange: Exchange, jobs: list[Job]) -> Generation:

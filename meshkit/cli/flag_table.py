@@ -339,8 +339,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="How boldly batches are built.",
         ours="scheduler.conservativeness",
         parse=positive,
-        needs="admission by predicted output length",
-        meanwhile="every admitted request has its pages reserved",
+        does="admission keeps room for this share of the expected output (1 or more: for all of it)",
         invented=True,
     ),
     Entry(
@@ -386,8 +385,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="How many resume points are kept per prefix.",
         ours="scheduler.tail_windows",
         parse=whole(0, 1 << 20),
-        needs="the prefix cache's retention policy",
-        meanwhile="resume points are not kept on purpose",
+        does="keeps so many resume points inside each long prompt, beside those at its end and where prompts part",
         invented=True,
     ),
     Entry(
@@ -395,8 +393,9 @@ VARIABLES: tuple[Entry, ...] = (
         promise="What the prefix cache drops first.",
         ours="scheduler.evict_policy",
         parse=one_of(*EVICT_POLICIES),
-        needs="the prefix cache's retention policy",
-        meanwhile="nothing is kept to be dropped",
+        needs="another order of eviction",
+        meanwhile="what was used least recently goes first",
+        quiet=("lru",),
         invented=True,
     ),
 )

@@ -5,6 +5,7 @@ it needs. Impossible values and layouts are refused together, before anything st
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -54,6 +55,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value
     problems += check_config(file)
     plan = plan_or_refuse(config, file, problems)
+    plan = replace(plan, scheduler_flags=(*plan.scheduler_flags, *scheduler_flags(answers)))
     problems += check_scheme(plan.model, config.quantization)
     if problems and launcher == "print":
         raise ProblemsError(problems)
@@ -65,6 +67,16 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     problems += check_api_keys(config.api_key_file)
     warn_if_open(screen, config)
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
+
+
+def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
+    """The scheduler's options that were asked for under the guide's names and have their effect."""
+    flags: list[str] = []
+    for found in answers:
+        section, _, key = found.entry.ours.partition(".")
+        if section == "scheduler" and found.status == "applied":
+            flags += [f"--{key.replace('_', '-')}", str(found.value)]
+    return tuple(flags)
 
 
 def understand(

@@ -32,6 +32,7 @@ class UpConfig:
     served_model_name: str = ""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT  # 0: a free one
+    backend: str = "model"  # sim: no model is run, answers come from a hash in the time a GPU would take
     device: str = "cpu"
     quantization: str = ""
     kv_cache_dtype: str = ""
@@ -42,6 +43,8 @@ class UpConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise FieldError("port", "must be 0 (a free one) to 65535")
+        if self.backend not in ("model", "sim"):
+            raise FieldError("backend", "must be model or sim")
         if self.device != "cpu":
             raise FieldError("device", "must be cpu: the forward pass on GPUs is not built yet")
         for name, there in (("kv_cache_dtype", KV_DTYPES), ("quantization", SCHEMES)):
@@ -55,6 +58,7 @@ class UpConfig:
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
 @click.option("--host", help="Address to listen on (default 127.0.0.1); 0.0.0.0 for all.")
 @click.option("--port", type=int, help=f"Default {DEFAULT_PORT}; 0: a free one.")
+@click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
 @click.option("--device", help="Where the worker computes (default cpu).")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
@@ -119,6 +123,8 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     elif not is_loopback(config.host):
         gateway += ["--insecure"]  # asked for by naming an address beyond loopback; `warn_if_open` says what it means
     worker = ["--served-model-name", name, "--device", config.device]
+    if config.backend == "sim":
+        worker += ["--backend", "sim"]
     if config.quantization:
         worker += ["--quantization", config.quantization]
     if config.kv_cache_dtype:

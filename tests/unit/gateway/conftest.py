@@ -54,6 +54,8 @@ class FakeMesh:
         self.stopped: list[tuple[bytes, int, int]] = []
         self.aborted: list[bytes] = []
         self.cached = 0
+        self.flushes = 0
+        self.explained: list[tuple[tuple[bytes, ...], int]] = []
         self.open: dict[tuple[bytes, int], tuple[asyncio.Task[None], Sink]] = {}
         self.released = asyncio.Event()
 
@@ -125,6 +127,14 @@ class FakeMesh:
         self.aborted.append(request_id)
         for choice, sink in self._cancel(request_id):
             sink(Ended(request_id, choice, FinishReason.ABORT))
+
+    async def flush_cache(self) -> tuple[int, int]:
+        self.flushes += 1
+        return 3, len(self.open)
+
+    async def explain(self, page_keys: tuple[bytes, ...], tokens: int) -> list[dict[str, Any]]:
+        self.explained.append((page_keys, tokens))
+        return [{"group": "w", "rank": 0, "why": "hit"}]
 
 
 @dataclass

@@ -28,6 +28,7 @@ ROUTES = {
     "/tokenize": (schema.TokenizeRequest, {"prompt": "Hi"}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
     "/abort_request": (schema.AbortRequest, {}),
+    "/explain": (schema.ExplainRequest, {"prompt": "Hi"}),
 }
 STATUSES = {200, 400, 404, 501}
 
