@@ -33,3 +33,17 @@ class Delta:
     tokens: tuple[int, ...]
     logprobs: tuple[Any, ...] = ()
     call: CallPiece | None = None
+
+    def joined(self, later: Delta) -> Delta | None:
+        """This and the piece right after it as one; None if they belong to different parts or calls."""
+        call = self.call
+        if self.kind != later.kind:
+            return None
+        if call is not None:
+            assert later.call is not None
+            if call.index != later.call.index:
+                return None
+            call = CallPiece(call.index, call.id, call.name, call.opens, later.call.closes)
+        return Delta(
+            self.kind, self.text + later.text, self.tokens + later.tokens, self.logprobs + later.logprobs, call
+        )

@@ -59,7 +59,8 @@ class OutputParser:
     content and stop strings apply to all of it; otherwise they apply to content alone. `stop_ids` (EOS and the
     request's stop tokens) are never text, unless `include_stop` keeps stop tokens other than EOS. Before `min_tokens`
     ids no stop string counts. `tools` are those offered; without any, calls are not looked for. With tools, newlines
-    that markup may follow are held back from the stop strings too.
+    that markup may follow are held back from the stop strings too. Unless `parallel_calls`, what follows the first
+    complete call is dropped.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class OutputParser:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         tools: Sequence[ToolSpec] = (),
+        parallel_calls: bool = True,
     ) -> None:
         self._kind: Kind = "content" if raw else starts_in
         self._think = None if raw else tokenizer.id_of(markers.THINK)
@@ -94,7 +96,8 @@ class OutputParser:
         self._waiting: deque[_Waiting] = deque()
         self._out: list[tuple[Kind, list[str], list[_Waiting], _Call | None]] = []
         self._dsml = tokenizer.id_of(markers.DSML)
-        self._tools = ToolCallParser(tools) if tools and not raw and self._dsml is not None else None
+        with_tools = tools and not raw and self._dsml is not None
+        self._tools = ToolCallParser(tools, parallel=parallel_calls) if with_tools else None
         self._fed: deque[_Fed] = deque()
         self._calls: list[tuple[str, str]] = []  # id and name
         self.complete_calls = 0

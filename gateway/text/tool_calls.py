@@ -33,9 +33,14 @@ class Event(NamedTuple):
 
 
 class ToolCallParser:
-    """Parser of one output; `tools` are those offered, for values whose tag does not tell their kind."""
+    """Parser of one output.
 
-    def __init__(self, tools: Sequence[ToolSpec] = ()) -> None:
+    `tools` are those offered, for values whose tag does not tell their kind. Unless `parallel`, the block ends with
+    its first complete call.
+    """
+
+    def __init__(self, tools: Sequence[ToolSpec] = (), *, parallel: bool = True) -> None:
+        self._parallel = parallel
         self._schemas: dict[str, Mapping[str, Any] | None] = {tool.name: tool.parameters for tool in tools}
         self._state: _State = "prose"
         self._text = ""  # not decided yet, from `_at` on
@@ -158,6 +163,8 @@ class ToolCallParser:
 
     def _between(self, tag: Tag, mark: int) -> None:
         self._at = tag.end
+        if self._state == "done":
+            return
         if tag.word == "invoke" and tag.opens and tag.name is not None:
             self._arguments = ArgumentsWriter(self._schemas.get(tag.name))
             self._say("call", tag.name)
@@ -207,7 +214,7 @@ class ToolCallParser:
     def _end_call(self) -> None:
         self._say("arguments", self._arguments.close())
         self._say("call_end")
-        self._state = "between"
+        self._state = "between" if self._parallel else "done"
 
 
 _ON_TAG: Final = {

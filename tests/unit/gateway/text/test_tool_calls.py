@@ -142,6 +142,14 @@ def test_what_follows_the_block_is_dropped(v4):
     assert (read(v4, "ok\n\n" + BLOCK + END_BLOCK).content, read(v4, BLOCK + END_BLOCK).calls) == ("ok", [])
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+def test_without_parallel_calls_the_first_ends_the_block(v4, step):
+    first = CALL + param("city", "Paris")
+    for rest in (END_CALL + CALL + END_CALL + END_BLOCK, CALL + END_CALL + END_BLOCK, END_CALL + "text", END_BLOCK):
+        answer = read(v4, "ok\n\n" + BLOCK + first + rest, step, parallel_calls=False)
+        assert (answer.content, answer.calls, answer.closed) == ("ok", [PARIS], [0])
+
+
 def test_text_between_tags_is_dropped(v4):
     text = BLOCK + "x" + CALL + "y" + param("city", "Paris") + "z" + END_CALL + "junk" + CALL + END_CALL + END_BLOCK
     assert read(v4, text).calls == [PARIS, ("get_weather", "{}")]

@@ -126,7 +126,7 @@ def test_generated_outputs(v4, recipe_tokenizer, seed):
             open_call, written = ours[2][-1][1], theirs[2][-1][1]
             ahead = written.removeprefix(open_call)
             assert open_call + ahead == written
-            assert open_call.endswith(": ") or re.fullmatch(r'\{?\}|([{,] ?"?[^"]*"?(: "?)?)?', ahead)
+            assert open_call.endswith(": ") or re.fullmatch(r'"?(\{?\})?|([{,] ?"?[^"]*"?(: "?)?)?', ahead)
             theirs[2][-1][1] = open_call
         assert ours == theirs, (text, ids)
 
