@@ -1,8 +1,8 @@
 """POST /v1/chat/completions: from the body to a generation.
 
 Checks everything that needs no text first, then encodes the conversation, then starts. Prompts are
-`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Tools and constrained output are refused here
-until their parts of the mesh exist.
+`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Calls that must be made and constrained output
+are refused here until the part of the mesh that can promise them exists.
 """
 
 import time
@@ -15,7 +15,7 @@ from aiohttp import web
 from gateway.answer import send_events
 from gateway.chat_answer import ChatAnswer, ReasoningMode
 from gateway.encoding import INLINE_CHARS
-from gateway.errors import invalid, missing_part
+from gateway.errors import ApiError, invalid, missing_part
 from gateway.exchange import Exchange, json_response
 from gateway.schema import ChatRequest, RequestFields
 from gateway.service import Gateway
@@ -63,7 +63,7 @@ async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamRe
         exchange,
         sampling,
         ids,
-        lambda terminals: _parser(gateway, prompt, sampling, stops, terminals),
+        lambda terminals: _parser(gateway, conversation.options, body, prompt, sampling, stops, terminals),
         param="messages" if given is None else "input_ids",
         salt=salt,
         priority=priority,
@@ -93,8 +93,15 @@ async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamRe
 
 
 def _parser(
-    gateway: Gateway, prompt: EncodedPrompt, sampling: Sampling, stops: StopStrings, terminals: frozenset[int]
+    gateway: Gateway,
+    options: ChatOptions,
+    body: ChatRequest,
+    prompt: EncodedPrompt,
+    sampling: Sampling,
+    stops: StopStrings,
+    terminals: frozenset[int],
 ) -> OutputParser:
+    """The parser of one choice. A quick task's answer is content alone, whatever tools its prompt shows."""
     return OutputParser(
         gateway.tokenizer,
         starts_in=prompt.starts_in,
@@ -104,6 +111,8 @@ def _parser(
         stop_ids=terminals,
         skip_special_tokens=sampling.skip_special,
         min_tokens=sampling.params.min_tokens,
+        tools=options.tools if options.tools_active and options.task is None else (),
+        parallel_calls=body.parallel_tool_calls is not False,
     )
 
 
@@ -198,7 +207,7 @@ def _tool_choice(choice: object, tools: Sequence[ToolSpec]) -> ToolChoice:
     if choice == "none":
         return "none"
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        raise missing_part("tool_choice", "choosing among some of the tools", "the parser of tool calls")
+        raise missing_part("tool_choice", "choosing among some of the tools", "grammar_svc")
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if choice != "required" and not isinstance(name, str):
@@ -213,11 +222,11 @@ def _tool_choice(choice: object, tools: Sequence[ToolSpec]) -> ToolChoice:
 
 
 def _refuse_missing(body: ChatRequest, conversation: Conversation) -> None:
-    """501 for tools that would be used; with `tool_choice: none` they ask for nothing."""
-    if conversation.options.tools_active:
-        raise missing_part("tools", "calling tools", "the parser of tool calls")
+    """501 for what is documented and cannot be kept: only a grammar can make the model call a tool."""
+    if conversation.options.tool_choice in ("required", "named"):
+        raise missing_part("tool_choice", "a call that must be made", "grammar_svc")
     if body.functions:
-        raise missing_part("functions", "calling functions", "the parser of tool calls")
+        raise ApiError(501, "functions: the deprecated form of tools is not supported; use tools", param="functions")
     if body.web_search_options is not None:
         raise missing_part("web_search_options", "searching the web", "a search tool")
 

@@ -203,8 +203,7 @@ async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served
 @pytest.mark.parametrize(
     ("path", "extra", "part"),
     [
-        (CHAT, {"tools": [TOOL]}, "tool"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "grammar_svc"),
         (CHAT, {"functions": [{"name": "f"}]}, "tool"),
         (CHAT, {"response_format": {"type": "json_object"}}, "grammar_svc"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "grammar_svc"),
