@@ -209,6 +209,31 @@ def test_keys_with_odd_characters(v4):
         assert json.loads(read(v4, BLOCK + CALL + param(key, "v") + END_CALL + END_BLOCK).arguments[0]) == {key: "v"}
 
 
+@pytest.mark.parametrize("size", [2, 3, 1000])
+def test_pieces_join_into_fewer_that_say_the_same(v4, size):
+    text = "ok" + BLOCK + CALL + param("city", "Paris") + END_CALL + '<｜DSML｜invoke name="noop"/>' + END_BLOCK
+    pieces = read(v4, "hm</think>" + text, starts_in="reasoning").deltas
+    joined = []
+    for at in range(0, len(pieces), size):
+        joined.append(pieces[at])
+        for piece in pieces[at + 1 : at + size]:
+            if (both := joined[-1].joined(piece)) is None:
+                joined.append(piece)
+            else:
+                joined[-1] = both
+    assert len(joined) < len(pieces)
+    for delta in joined:
+        assert delta.call is None or delta.call.name in ("get_weather", "noop")
+    if size == 1000:
+        assert [(d.kind, d.text) for d in joined[:2]] == [("reasoning", "hm"), ("content", "ok")]
+        assert [(d.text, d.call.index, d.call.opens, d.call.closes) for d in joined[2:]] == [
+            ('{"city": "Paris"}', 0, True, True),
+            ("{}", 1, True, True),
+        ]
+    assert "".join(d.text for d in joined) == "".join(d.text for d in pieces)
+    assert [t for d in joined for t in d.tokens] == [t for d in pieces for t in d.tokens]
+
+
 BROKEN = {
     "self-closed": (BLOCK + '<｜DSML｜invoke name="noop"/>\n' + END_BLOCK, "", [("noop", "{}")]),
     "self-closed, bare": ('ok\n<｜DSML｜invoke name="noop" />', "ok", [("noop", "{}")]),
