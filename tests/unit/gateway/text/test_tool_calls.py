@@ -391,7 +391,7 @@ KEYS = st.text(st.characters(exclude_characters='">', exclude_categories=["Cs"])
 CALLS = st.lists(st.tuples(st.sampled_from(["get_weather", "noop", "x-Y_9"]), st.dictionaries(KEYS, JSON)), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CALLS.filter(bool), st.integers(1, 9))
 def test_what_the_encoder_writes_is_read_back(v4, calls, step):
     prompt = Prompt()
