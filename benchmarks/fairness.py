@@ -6,6 +6,7 @@ Virtual time, one H200 by its roofline at 60 %, the scheduler's own core and its
 import argparse
 import statistics
 from itertools import pairwise
+from random import Random
 
 from benchmarks._virtual import Job, S, VirtualMesh
 
@@ -136,31 +137,30 @@ def tenants(seed: int, seconds: float) -> dict[str, float]:
 
 def _capacity(seed: int, seconds: float) -> float:
     """Requests a second when more always wait."""
-    mesh, ended = VirtualMesh(seed, slots=64), []
+    mesh = VirtualMesh(seed, slots=64)
+    ended: list[Job] = []
 
-    def again(job: Job) -> None:
-        ended.append(job)
-        _ask(mesh, "any", again)
+    def again(job: Job | None = None) -> None:
+        if job is not None:
+            ended.append(job)
+        mesh.submit(mesh.rng.randint(256, 2048), mesh.rng.randint(32, 192), on_end=again)
 
     for _ in range(128):
-        _ask(mesh, "any", again)
+        again()
     mesh.run(seconds)
     return len(ended) / seconds
-
-
-def _ask(mesh: VirtualMesh, tenant: str, on_end: object = None) -> Job:
-    return mesh.submit(mesh.rng.randint(256, 2048), mesh.rng.randint(32, 192), tenant=tenant, on_end=on_end)  # type: ignore[arg-type]
 
 
 def _open_loop(mesh: VirtualMesh, tenant: str, rate: float) -> list[Job]:
     """Requests at random times at this rate, whatever becomes of them."""
     jobs: list[Job] = []
+    rng = Random(tenant)  # its own: the same requests whoever else is there
 
     def ask() -> None:
-        jobs.append(_ask(mesh, tenant))
-        mesh.after(mesh.rng.expovariate(rate), ask)
+        jobs.append(mesh.submit(rng.randint(256, 2048), rng.randint(32, 192), tenant=tenant))
+        mesh.after(rng.expovariate(rate), ask)
 
-    mesh.after(mesh.rng.expovariate(rate), ask)
+    mesh.after(rng.expovariate(rate), ask)
     return jobs
 
 

@@ -204,6 +204,7 @@ def _their_turns(tree: Any, base: Any, parts: list[Any], *, same: bool = False) 
 
     import torch
 
+    torch.set_num_threads(1)  # its tensors are small: more threads only wait for each other
     cache = tree.RadixCache.create_simulated(page_size=PAGE_TOKENS)
     values = torch.arange(TOKENS, dtype=torch.int64)
     times = []

@@ -22,11 +22,20 @@ from scheduler_svc.core.urgent import give_way
 def pump(st: State) -> None:
     """Fill every serving worker's hands up to the configured depth."""
     for worker in st.workers.values():
-        while worker.serving and len(worker.inflight) < st.limits.depth:
+        while worker.serving and len(worker.inflight) < st.limits.depth and not _lone_prefill(st, worker):
             frame = build(st, worker)
             if frame is None:
                 break
             st.send(worker.conn, worker.attach_id, frame)
+
+
+def _lone_prefill(st: State, worker: Worker) -> bool:
+    """The newest frame ends the prompts of all that runs, and nobody waits: what comes meanwhile joins the next one."""
+    if not worker.inflight or len(st.queue):
+        return False
+    newest = worker.inflight[-1]
+    alone = not newest.shape.rows and len(newest.rows) == len(worker.running) > 0
+    return alone and all(row.sample for row in newest.rows)
 
 
 def build(st: State, worker: Worker) -> StepFrame | None:

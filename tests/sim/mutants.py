@@ -180,12 +180,13 @@ def _resent_from_zero(original: Any) -> Any:
 
 
 def _spare_position_wrong(original: Any) -> Any:
-    def settle(st: Any, worker: Worker, seq: Any) -> None:
+    def close_out(st: Any, worker: Worker, seq: Any) -> list[int]:
         if seq.spare_pos > 256:
             seq.spare_pos -= 256
-        original(st, worker, seq)
+        found: list[int] = original(st, worker, seq)
+        return found
 
-    return settle
+    return close_out
 
 
 def _adopted_unseen(original: Any) -> Any:
@@ -367,7 +368,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("row_generation_unchecked", ((book, "book", _row_generation_unchecked),)),
     Mutant("tombstones_ignored", ((submit, "_decide", _tombstones_ignored),)),
     Mutant("resume_base_off_by_one", ((submit, "emit", _base_off_by_one),)),
-    Mutant("tail_at_wrong_position", ((finish, "settle_preempted", _spare_position_wrong),)),
+    Mutant("tail_at_wrong_position", ((finish, "close_out", _spare_position_wrong),)),
     Mutant("adopted_ids_not_told", ((adopt, "_missing_ids", _adopted_unseen),)),
     Mutant("freed_page_not_retired", ((room, "evict", _not_retired),)),
     Mutant("history_not_sent", ((admit, "init", _history_not_sent), (fork, "init", _history_not_sent))),

@@ -148,14 +148,16 @@ def test_decode_rows_come_before_chunks_and_chunks_fill_the_budget():
     assert max(fr.chunk_lens.sum() for fr in mixed) == 63
 
 
-def test_a_lone_prefill_and_its_decode_keep_the_pipeline_full():
+def test_a_lone_prefill_keeps_the_pipeline_full_up_to_its_last_chunk():
     m = Mesh(depth=2, chunk_tokens=100)
     w = m.worker()
     g = m.gate()
     m.submit(g, prompt=250, max_tokens=10, ignore_eos=True)
     assert len(w.frames) == 2, "the second chunk does not wait for the first"
     m.steps(2)
-    assert [len(fr.chunk_lens) for fr in w.frames] == [1, 0], "nor the first decode step for the last chunk"
+    assert [len(fr.chunk_lens) for fr in w.frames] == [1], "who comes meanwhile joins the first decode step"
+    m.steps(1)
+    assert [len(fr.chunk_lens) for fr in w.frames] == [0, 0]
 
 
 def test_pages_are_published_sealed_and_retired_before_reuse():
