@@ -80,7 +80,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _Empty(spec.name)
         module.__path__ = [str(self.folder / spec.name.replace(".", "/"))]
         if spec.name == "sglang.srt.utils.common":
-            module.ceil_align = lambda value, size: -(-value // size) * size
+            vars(module)["ceil_align"] = lambda value, size: -(-value // size) * size
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:

@@ -169,8 +169,8 @@ def test_broken_characters(v4):
     assert joined(run(thinking(v4), [28927, END_THINK, 225, 619])) == ("\ufffd", "\ufffdé")
 
 
-def test_unknown_ids_are_no_text(nano):
-    assert joined(run(OutputParser(nano), [*nano.encode("a"), 4000, *nano.encode("b")])) == ("", "ab")
+def test_unknown_ids_are_no_text(small):
+    assert joined(run(OutputParser(small), [*small.encode("a"), 4000, *small.encode("b")])) == ("", "ab")
 
 
 PIECES = st.lists(
