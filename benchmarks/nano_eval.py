@@ -34,6 +34,7 @@ ROUNDED = Numerics(activations="fp8", kv="fp8_e4m3", indexer="fp4")
 ABLATED = ("pairs_32", "recall_far", "recall_blind")
 STORIES, STORY_TOKENS, HELD_TOKENS = 3, 160, 1024
 HELD_SEED = 9999
+LONG_LISTS, MAX_TOKENS = (300, 700, 1200, 3200), 32768
 Metrics = dict[str, float | int | str]
 
 
@@ -188,13 +189,11 @@ def prose(student: Student, tokenizer: Tokenizer, folder: Path) -> Metrics:
 def long_lists(tokenizer: Tokenizer) -> Metrics:
     """Lists of pairs far beyond the 2,048 tokens of training."""
     metrics: Metrics = {}
-    student = Student(MODEL, max_tokens=32768)
-    style = next(style for style in lookups.STYLES if style.line == "{key} = {value}")
-    for pairs in (300, 600, 1200, 2400):
+    student = Student(MODEL, max_tokens=MAX_TOKENS)
+    for pairs in LONG_LISTS:
         rng = random.Random(HELD_SEED + pairs)
-        document = tokenize(lookups.pairs(rng, style, pairs, 8), tokenizer)
-        if len(document.ids) > 32768:
-            break
+        document = tokenize(lookups.pairs(rng, lookups.INVENTED, pairs, 8), tokenizer)
+        assert len(document.ids) <= MAX_TOKENS, len(document.ids)
         marks = student.marks(Paper("long", (document,)))
         metrics[f"exact_pairs_at_{len(document.ids)}_tokens"] = round(marks.rate, 3)
         print(f"{pairs} pairs, {len(document.ids)} tokens: {marks.exact} of {marks.answers} exact", flush=True)
