@@ -8,6 +8,8 @@ SEEDS ?= 5000
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)
+# $(call timed,COMMAND) runs it and says how many seconds it took; its status is kept.
+timed = @begin=$$(date +%s); $(1); status=$$?; echo "$@: $$(($$(date +%s) - begin)) s"; exit $$status
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test static nightly sim pytest lint types imports protos protos-check fmt bench clean
@@ -30,16 +32,20 @@ $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.setup-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps xgrammar apache-tvm-ffi
 	@touch $@ $(VENV)/.setup
 
 demo: setup ## Start a mesh, stream one answer, stop, say how to go on
 	@$(BIN)/v4mesh demo
 
 test: setup-dev ## The CI lane: static checks, simulation, tests
-	@$(MAKE) --no-print-directory -j2 --output-sync=target static sim
-	@$(MAKE) --no-print-directory pytest
+	@begin=$$(date +%s); \
+	$(MAKE) --no-print-directory -j2 --output-sync=target static sim && \
+	echo "static and sim together: $$(($$(date +%s) - begin)) s; pytest's last line has its own" && \
+	$(MAKE) --no-print-directory pytest
 
-static: lint types imports protos-check
+static: setup-dev ## lint, types, imports, protos-check
+	$(call timed,$(MAKE) --no-print-directory lint types imports protos-check)
 
 lint: setup-dev ## ruff: rules and format
 	@$(BIN)/ruff check .
@@ -58,7 +64,7 @@ protos-check: setup-dev ## Is protos/gen what protos/meshpb says?
 	@PYTHON=$(BIN)/python tools/gen_protos.sh --check
 
 sim: setup-dev ## The protocol in simulation: make sim SEEDS=100000
-	@$(BIN)/python -m tests.sim --seeds $(SEEDS)
+	$(call timed,$(BIN)/python -m tests.sim --seeds $(SEEDS))
 
 pytest: setup-dev
 	@$(BIN)/pytest -m "not nightly and not gpu"

@@ -10,6 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,40 @@ def post(url: str, body: dict[str, Any]) -> urllib.request.Request:
     return urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
 
 
-def stream_tokens(url: str, body: dict[str, Any]) -> list[float]:
-    """Arrival times (monotonic seconds) of the events that carry text, of one streamed /v1/completions request."""
-    times = []
-    with urllib.request.urlopen(post(f"{url}/v1/completions", body | {"stream": True}), timeout=120) as answer:
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One event that carried tokens: when it came (monotonic seconds) and how many it held."""
+
+    at_s: float
+    tokens: int
+
+
+def stream_arrivals(url: str, body: dict[str, Any], limit_s: float = 60.0) -> list[Arrival]:
+    """The token-carrying events of one streamed /v1/completions request, at most `limit_s` of them.
+
+    Asks for token ids, so that tokens are counted and not guessed from events: one event may hold several tokens, and
+    the one that ends the stream holds none. Past `limit_s` the connection is closed, which cancels the request.
+    """
+    end = time.monotonic() + limit_s
+    arrivals = []
+    asked = body | {"stream": True, "return_token_ids": True}
+    with urllib.request.urlopen(post(f"{url}/v1/completions", asked), timeout=limit_s) as answer:
         for line in answer:
-            if line.startswith(b"data: {") and b'"text"' in line:
-                times.append(time.monotonic())
-    return times
+            now = time.monotonic()
+            if now > end:
+                break
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise RuntimeError(f"the mesh ended the stream: {event['error']}")
+            if count := sum(len(choice.get("token_ids") or ()) for choice in event["choices"]):
+                arrivals.append(Arrival(now, count))
+    return arrivals
+
+
+def decode_rate(arrivals: list[Arrival]) -> float:
+    """Tokens per second from the arrival of the first token to that of the last; prompt work is before it."""
+    if len(arrivals) < 2:
+        raise RuntimeError(f"{len(arrivals)} events with tokens: too few for a rate")
+    return sum(a.tokens for a in arrivals[1:]) / (arrivals[-1].at_s - arrivals[0].at_s)

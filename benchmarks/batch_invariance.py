@@ -17,7 +17,7 @@ from worker_svc.executor import CpuExecutor
 from worker_svc.solo import Sequence, pages_for
 
 TITLE = "ids and logprob bits of a request against its batch, chunks and resumes (deterministic mode)"
-DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano-trial"
+DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano"
 PARAMS = SamplingParams(temperature=1.0, max_tokens=4, top_logprobs=1)
 SLOTS, PAGES, TAILS = 4, 24, 2
 HOME, AWAY = 0, 8  # first pages of the first run and of the others

@@ -19,7 +19,7 @@ from worker_svc.executor import CpuExecutor
 from worker_svc.solo import pages_for
 
 TITLE = "decode and prefill in one process, fast and deterministic, beside transformers"
-DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano-trial"
+DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano"
 CONTEXT, PREFILL, REPEATS = 300, 1024, 5
 
 

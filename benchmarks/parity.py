@@ -24,7 +24,7 @@ from worker_svc.solo import generate
 
 TITLE = "logits, cross-entropy and greedy text against transformers (FP32, exact maths)"
 ROOT = Path(__file__).parent.parent
-DEFAULT_MODEL = ROOT / "meshkit" / "models" / "v4-nano-trial"
+DEFAULT_MODEL = ROOT / "meshkit" / "models" / "v4-nano"
 SAMPLE = ROOT / "tests" / "data" / "nano_sample.json"
 TOKENS, REPLAY_TOKENS = 420, 1100
 TIE_GAP = 1e-3

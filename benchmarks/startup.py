@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.turn import stream_turn
+from meshkit.exit_codes import Exit
 
 TITLE = "seconds from a command to a ready mesh and a first token"
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def up_seconds() -> dict[str, float]:
         assert not turn.error, turn.error
         stopping = time.perf_counter()
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(30) == Exit.INTERRUPTED
         return {"up_to_ready_s": ready, "first_token_ms": turn.ttft_s * 1e3, "stop_s": time.perf_counter() - stopping}
     finally:
         process.kill()

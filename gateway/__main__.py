@@ -20,6 +20,7 @@ from aiohttp import web
 
 from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
+from gateway.http_server import GatewayRunner
 from gateway.journal.journal import Journal, JournalConfig
 from gateway.mesh_client import MeshClient
 from gateway.service import Gateway
@@ -96,7 +97,7 @@ def _journal(config: GatewayConfig) -> Journal:
 
 def _runner(app: web.Application, config: GatewayConfig) -> web.AppRunner:
     limits = config.limits
-    return web.AppRunner(
+    return GatewayRunner(
         app,
         handler_cancellation=True,
         access_log=None,

@@ -15,12 +15,14 @@ from aiohttp import web
 
 from gateway import routes
 from gateway.access import KeyRing
-from gateway.config import GatewayConfig, read_api_keys
+from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, error_response
+from gateway.http_server import SERVER_NAME
 from gateway.mesh import Mesh
 from gateway.service import Gateway
 from gateway.text.tokenizer import Tokenizer
+from meshkit.api_keys import read_api_keys
 from meshkit.obs import Tracing, kv, new_traceparent
 
 GATEWAY = web.AppKey("gateway", Gateway)
@@ -37,7 +39,7 @@ def build_app(
 ) -> web.Application:
     """An application that serves `config.model` through `mesh`. Raises ModelDirError when the folder lacks config.json.
 
-    The server that runs it must cancel handlers of vanished clients (`handler_cancellation=True`).
+    A `GatewayRunner` that cancels handlers of vanished clients (`handler_cancellation=True`) must run it.
     """
     app = web.Application(client_max_size=config.limits.body)
     gateway = Gateway(mesh, tokenizer, config)
@@ -72,7 +74,7 @@ class _Entry:
         """Dispatch one request; whatever happens, it is counted and logged once."""
         metrics = self._gateway.metrics
         exchange = Exchange(request, _label(request), traceparent=self._traceparent(request))
-        exchange.headers |= {"x-request-id": exchange.label, "Server": "v4mesh"}
+        exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         metrics.http_active += 1
         status = CLIENT_GONE
         match: routes.Match | None = None

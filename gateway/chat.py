@@ -1,24 +1,34 @@
 """POST /v1/chat/completions: from the body to a generation.
 
 Checks everything that needs no text first, then encodes the conversation, then starts. Prompts are
-`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Tools and constrained output are refused here
-until their parts of the mesh exist.
+`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Calls that must be made and constrained output
+are refused here until the part of the mesh that can promise them exists.
 """
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from gateway.answer import send_events
 from gateway.chat_answer import ChatAnswer, ReasoningMode
-from gateway.errors import invalid, missing_part
+from gateway.encoding import INLINE_CHARS
+from gateway.errors import ApiError, invalid, missing_part
 from gateway.exchange import Exchange, json_response
 from gateway.schema import ChatRequest, RequestFields
 from gateway.service import Gateway
-from gateway.text.chat_encoding import ChatOptions, EncodedPrompt, encode_chat, parse_messages, resolve_thinking
-from gateway.text.chat_messages import ChatError, Message
+from gateway.text.chat_encoding import (
+    ChatOptions,
+    EncodedPrompt,
+    ToolChoice,
+    encode_chat,
+    parse_messages,
+    parse_tools,
+    resolve_thinking,
+)
+from gateway.text.chat_messages import ChatError, Message, ToolSpec
 from gateway.text.output_parser import OutputParser
 from gateway.text.stop_strings import StopStrings
 from gateway.validate import (
@@ -27,9 +37,11 @@ from gateway.validate import (
     check_label,
     check_model,
     check_priority,
+    check_salt,
     check_sampling,
     check_stream,
     check_top_logprobs,
+    constraints_of,
 )
 from meshkit.types import NO_LOGPROBS
 
@@ -37,20 +49,22 @@ from meshkit.types import NO_LOGPROBS
 async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     body = await gateway.body(exchange, ChatRequest)
     check_model(body.model, gateway.model)
-    sampling = _check(gateway, body)
     conversation = conversation_of(gateway, body)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
+    given = _given_ids(gateway, body)
+    sampling = _check(gateway, body, conversation.options)
+    _refuse_missing(body, conversation)
     gateway.check_ready()
     prompt = await conversation.encode(gateway)
-    ids = list(check_ids(body.input_ids, gateway.model.vocab_size, "input_ids")) if body.input_ids else prompt.ids
+    ids = prompt.ids if given is None else given
     stops = StopStrings(sampling.stops)
     job = gateway.job(
         exchange,
         sampling,
         ids,
-        lambda terminals: _parser(gateway, prompt, sampling, stops, terminals),
-        param="input_ids" if body.input_ids else "messages",
+        lambda terminals: _parser(gateway, conversation.options, body, prompt, sampling, stops, terminals),
+        param="messages" if given is None else "input_ids",
         salt=salt,
         priority=priority,
         rid=label,
@@ -79,8 +93,15 @@ async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamRe
 
 
 def _parser(
-    gateway: Gateway, prompt: EncodedPrompt, sampling: Sampling, stops: StopStrings, terminals: frozenset[int]
+    gateway: Gateway,
+    options: ChatOptions,
+    body: ChatRequest,
+    prompt: EncodedPrompt,
+    sampling: Sampling,
+    stops: StopStrings,
+    terminals: frozenset[int],
 ) -> OutputParser:
+    """The parser of one choice. A quick task's answer is content alone, whatever tools its prompt shows."""
     return OutputParser(
         gateway.tokenizer,
         starts_in=prompt.starts_in,
@@ -90,6 +111,8 @@ def _parser(
         stop_ids=terminals,
         skip_special_tokens=sampling.skip_special,
         min_tokens=sampling.params.min_tokens,
+        tools=options.tools if options.tools_active and options.task is None else (),
+        parallel_calls=body.parallel_tool_calls is not False,
     )
 
 
@@ -100,9 +123,12 @@ class Conversation:
     messages: tuple[Message, ...]
     options: ChatOptions
 
-    async def encode(self, gateway: Gateway) -> EncodedPrompt:
-        tokenizer, limit = gateway.tokenizer, gateway.model.max_context - 1
+    async def encode(self, gateway: Gateway, *, bounded: bool = True) -> EncodedPrompt:
+        """`bounded`: 400 for more than the context holds, without encoding the rest."""
+        tokenizer, limit = gateway.tokenizer, gateway.model.max_context - 1 if bounded else None
         chars = sum(len(message.content) + len(message.reasoning or "") for message in self.messages)
+        if self.options.tools_active:
+            chars += INLINE_CHARS  # a list of schemas is seldom short, and measuring it is as much work as writing it
         return await gateway.encoder.run(
             chars, "messages", lambda: encode_chat(tokenizer, self.messages, self.options, limit=limit)
         )
@@ -124,6 +150,7 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
         raise invalid("chat_template", "chat_template cannot be replaced: the model's own encoding is used")
     try:
         messages = parse_messages(body.messages)
+        tools = parse_tools(body.tools)
         mode = resolve_thinking(
             thinking=body.thinking,
             reasoning_effort=body.reasoning_effort,
@@ -138,23 +165,24 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
         thinking=mode.thinking,
         effort=mode.effort,
         effort_revision=model.effort_revision,
+        tools=tools,
+        tool_choice=_tool_choice(body.tool_choice, tools),
         continue_final_message=bool(body.continue_final_message),
         task=body.task,
     )
     return Conversation(messages, options)
 
 
-def _check(gateway: Gateway, body: ChatRequest) -> Sampling:
+def _check(gateway: Gateway, body: ChatRequest, options: ChatOptions) -> Sampling:
     """Everything that needs no text."""
-    _refuse_tools(body)
     if body.modalities and body.modalities != ["text"]:
         raise invalid("modalities", f"modalities = {body.modalities}: this model writes text only")
     if body.audio is not None:
         raise invalid("audio", "audio: this model writes text only")
-    if body.web_search_options is not None:
-        raise missing_part("web_search_options", "searching the web", "a search tool")
+    if options.tool_choice in ("required", "named") and (given := constraints_of(body)):
+        raise invalid(given[0], f"{given[0]} and a tool_choice that asks for a call cannot both shape the answer")
     check_stream(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs without logprobs: set logprobs to true or leave it out")
     top = check_top_logprobs("top_logprobs", body.top_logprobs, gateway.limits) if body.logprobs else NO_LOGPROBS
     name = "max_tokens"
@@ -163,17 +191,44 @@ def _check(gateway: Gateway, body: ChatRequest) -> Sampling:
     return check_sampling(body, gateway.model, gateway.limits, top_logprobs=top, names={"max_tokens": name})
 
 
-def _refuse_tools(body: ChatRequest) -> None:
-    """Tools that would be used are not there yet; an empty list and `tool_choice: none` ask for nothing."""
-    choice = body.tool_choice
-    if choice is not None and choice not in ("none", "auto", "required") and not isinstance(choice, dict):
+def _given_ids(gateway: Gateway, body: ChatRequest) -> list[int] | None:
+    """The prompt as ids, where the client encoded it itself."""
+    if body.input_ids is None:
+        return None
+    if not body.input_ids:
+        raise invalid("input_ids", "input_ids is empty; a prompt has at least one token")
+    return list(check_ids(body.input_ids, gateway.model.vocab_size, "input_ids"))
+
+
+def _tool_choice(choice: object, tools: Sequence[ToolSpec]) -> ToolChoice:
+    """What the client wants called; a tool that is named must be among `tools`."""
+    if choice is None or choice == "auto":
+        return "auto"
+    if choice == "none":
+        return "none"
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise missing_part("tool_choice", "choosing among some of the tools", "grammar_svc")
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and not isinstance(name, str):
         raise invalid("tool_choice", "tool_choice must be none, auto, required or {type: function, function: {name}}")
-    if body.tools and choice != "none":
-        raise missing_part("tools", "calling tools", "the parser of tool calls")
-    if not body.tools and (choice == "required" or isinstance(choice, dict)):
+    if not tools:
         raise invalid("tool_choice", "tool_choice asks for a tool, but tools is empty")
+    if name is None:
+        return "required"
+    if name not in [tool.name for tool in tools]:
+        raise invalid("tool_choice", f"tool_choice names {name[:80]!r}, which is not among tools")
+    return "named"
+
+
+def _refuse_missing(body: ChatRequest, conversation: Conversation) -> None:
+    """501 for what is documented and cannot be kept: only a grammar can make the model call a tool."""
+    if conversation.options.tool_choice in ("required", "named"):
+        raise missing_part("tool_choice", "a call that must be made", "grammar_svc")
     if body.functions:
-        raise missing_part("functions", "calling functions", "the parser of tool calls")
+        raise ApiError(501, "functions: the deprecated form of tools is not supported; use tools", param="functions")
+    if body.web_search_options is not None:
+        raise missing_part("web_search_options", "searching the web", "a search tool")
 
 
 def _reasoning_mode(body: ChatRequest) -> ReasoningMode:
@@ -184,8 +239,5 @@ def _reasoning_mode(body: ChatRequest) -> ReasoningMode:
 
 def salt_of(gateway: Gateway, body: RequestFields) -> str:
     """What separates this caller's prefixes from others' beside the tenant."""
-    labels = [
-        check_label(param, getattr(body, param), gateway.limits)
-        for param in ("cache_salt", "extra_key", "user_id", "user")
-    ]
-    return "\n".join(labels) if any(labels) else ""
+    given = {param: getattr(body, param) for param in ("cache_salt", "extra_key", "user_id", "user")}
+    return check_salt(gateway.limits, **given)

@@ -1,16 +1,17 @@
 """Chat completions as JSON: the whole message, or chunks whose deltas add up to it byte for byte.
 
-The common chunk (text only) is cut from prebuilt bytes; chunks with log-probabilities, token ids or running usage are
-built as objects. Reasoning goes into its own field, or into the content, or nowhere, as the request says.
+The common chunk (text only) is cut from prebuilt bytes; chunks of tool calls, with log-probabilities, token ids or
+running usage are built as objects. Reasoning goes into its own field, or into the content, or nowhere, as the request
+says.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gateway.generation import Choice, Generation, Update
 from gateway.sse import event, json_text
-from gateway.text.output_parser import Delta, Kind
+from gateway.text.deltas import CallPiece, Delta, Kind
 from gateway.text.prompt import END_THINK, THINK
 from gateway.text.tokenizer import Tokenizer
 from meshkit.types import TokenLogprobs
@@ -53,6 +54,7 @@ class ChatAnswer:
         self._entries: dict[int, dict[Kind, list[TokenLogprobs]]] = {
             c.index: {"reasoning": [], "content": []} for c in choices
         }
+        self._calls: dict[int, list[_Call]] = {c.index: [] for c in choices}
         self._unsent_ids: dict[int, list[int]] = {c.index: [] for c in choices}
         self._plain = not (logprobs or token_ids or running_usage)
         self._cut = {c.index: {part: self._around(c.index, part) for part in _FIELDS} for c in choices}
@@ -73,7 +75,7 @@ class ChatAnswer:
             if self._token_ids:
                 self._unsent_ids[index] += update.ids
             for delta in self._views[index].show(update.deltas):
-                events.append(self._text(index, delta))
+                events.append(self._text(index, delta) if delta.call is None else self._call(index, delta))
             if update.ended:
                 events.append(self._last(update.choice))
         return b"".join(events)
@@ -90,6 +92,19 @@ class ChatAnswer:
         fields = {"content": None, "reasoning_content": None, _FIELDS[delta.kind]: delta.text}
         logprobs = self._logprobs_of({delta.kind: delta.logprobs}) if self._logprobs else None
         return self._chunk(index, fields, logprobs=logprobs)
+
+    def _call(self, index: int, delta: Delta) -> bytes:
+        """A piece of a tool call: the first chunk has its name and no arguments, later ones arguments alone."""
+        call = delta.call
+        assert call is not None
+        pieces: list[dict[str, Any]] = []
+        if call.opens:
+            function = {"name": call.name, "arguments": ""}
+            pieces.append({"index": call.index, "id": call.id, "type": "function", "function": function})
+        if delta.text:
+            pieces.append({"index": call.index, "function": {"arguments": delta.text}})
+        fields = {"content": None, "reasoning_content": None}
+        return b"".join([self._chunk(index, {**fields, "tool_calls": [piece]}) for piece in pieces])
 
     def _last(self, choice: Choice) -> bytes:
         end = {
@@ -122,8 +137,16 @@ class ChatAnswer:
         for update in updates:
             index = update.choice.index
             for delta in self._views[index].show(update.deltas):
+                if delta.call is not None:
+                    self._collect_call(index, delta.call, delta.text)
+                    continue
                 self._texts[index][delta.kind].append(delta.text)
                 self._entries[index][delta.kind] += delta.logprobs
+
+    def _collect_call(self, index: int, call: CallPiece, arguments: str) -> None:
+        if call.opens:
+            self._calls[index].append(_Call(call.id, call.name, []))
+        self._calls[index][call.index].arguments.append(arguments)
 
     def message(self) -> dict[str, Any]:
         """The whole answer."""
@@ -137,9 +160,12 @@ class ChatAnswer:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         texts = {part: "".join(pieces) for part, pieces in self._texts[choice.index].items()}
         reasoning = texts["reasoning"] if self._thinking or texts["reasoning"] else None
+        message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "reasoning_content": reasoning}
+        if calls := self._calls[choice.index]:
+            message["tool_calls"] = [call.whole() for call in calls]
         whole: dict[str, Any] = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": texts["content"], "reasoning_content": reasoning},
+            "message": message,
             "logprobs": self._logprobs_of(self._entries[choice.index]) if self._logprobs else None,
             "finish_reason": choice.finish,
             "matched_stop": choice.matched,
@@ -161,6 +187,19 @@ class ChatAnswer:
         return {**listed[0], "top_logprobs": listed[1:]}
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A tool call as it is gathered."""
+
+    id: str
+    name: str
+    arguments: list[str]
+
+    def whole(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": "".join(self.arguments)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class _ReasoningView:
     """Where one choice's reasoning goes."""
 
@@ -173,16 +212,19 @@ class _ReasoningView:
         if self._mode == "separate" or not self._thinking:
             return deltas
         if self._mode == "dropped":
-            return [delta for delta in deltas if delta.kind == "content"]
-        return [self._inlined(delta) for delta in deltas]
+            return [delta for delta in deltas if delta.kind != "reasoning"]
+        return [shown for delta in deltas for shown in self._inlined(delta)]
 
-    def _inlined(self, delta: Delta) -> Delta:
+    def _inlined(self, delta: Delta) -> Sequence[Delta]:
         text = delta.text
+        if delta.kind == "tool_call":
+            closing, self._open = self._open, False
+            return [Delta("content", END_THINK, ()), delta] if closing else [delta]
         if delta.kind == "reasoning" and not self._open:
             self._open, text = True, THINK + text
         elif delta.kind == "content" and self._open:
             self._open, text = False, END_THINK + text
-        return replace(delta, kind="content", text=text)
+        return [replace(delta, kind="content", text=text)]
 
 
 def token_object(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:

@@ -107,10 +107,13 @@ def prompts_of(gateway: Gateway, value: object, param: str = "prompt") -> list[P
 
 
 async def encode_raw(
-    gateway: Gateway, prompt: Prompt, suffix: str | None = None, *, param: str = "prompt"
+    gateway: Gateway, prompt: Prompt, suffix: str | None = None, *, param: str = "prompt", bounded: bool = True
 ) -> list[int]:
-    """Ids of a raw prompt, in which spellings of added tokens count; with a suffix, the prompt that fills the gap."""
-    tokenizer, limit = gateway.tokenizer, gateway.model.max_context - 1
+    """Ids of a raw prompt, in which spellings of added tokens count; with a suffix, the prompt that fills the gap.
+
+    `bounded`: 400 for more than the context holds, without encoding the rest.
+    """
+    tokenizer, limit = gateway.tokenizer, gateway.model.max_context - 1 if bounded else None
     if isinstance(prompt, list):
         return prompt
     text: str = prompt

@@ -1,4 +1,4 @@
-"""The [gateway] section: what one gateway process is told at start, and the file of API keys.
+"""The [gateway] section: what one gateway process is told at start.
 
 Options here are what operators choose; the fixed bounds of the protocol stand in `gateway.limits`.
 """
@@ -10,7 +10,6 @@ from typing import Literal
 from gateway.limits import MIB, Limits
 from meshkit.command import option
 from meshkit.config import FieldError
-from meshkit.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +33,7 @@ class GatewayConfig:
     )
     incremental_streaming_output: bool = option(False, "/generate streams deltas instead of the whole text so far")
     insecure: bool = option(False, "listen beyond loopback without keys")
+    public_metrics: bool = option(False, "show /metrics and /server_info beyond loopback too")
     deterministic: bool = option(False, "repeated ids must be equal: a difference is counted as a fault")
     encode_threads: int = option(2, "threads that encode long prompts")
     drain_seconds: float = option(30.0, "how long open requests may go on after SIGTERM")
@@ -75,22 +75,3 @@ class GatewayConfig:
             deadline_seconds=self.request_seconds,
             stream_stall_seconds=self.stream_stall_seconds,
         )
-
-
-def read_api_keys(path: Path) -> tuple[tuple[str, str], ...]:
-    """(tenant, key) pairs: one key per line, optionally `tenant key`; `#` starts a comment."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"[gateway] api_key_file: cannot read {path}: {error}") from None
-    keys: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) > 2 or len(words[-1]) < 8 or not words[-1].isascii():
-            raise ConfigError(f"{path}:{number}: a line is `key` or `tenant key`; a key has 8 or more ASCII characters")
-        keys.append((words[0] if len(words) == 2 else f"key-{number}", words[-1]))
-    if not keys:
-        raise ConfigError(f"{path} holds no key; leave api_key_file out to run without")
-    return tuple(keys)

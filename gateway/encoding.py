@@ -1,7 +1,7 @@
 """Prompts to token ids without holding up the event loop.
 
-Short texts are encoded at once; longer ones in a few threads, with a bounded number waiting. The limit is the context,
-so that no more is encoded than could be served.
+Short texts are encoded at once; longer ones in a few threads, with a bounded number waiting. Jobs of prompts to be
+served end at the context, so that no more is encoded than could be used.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class PromptEncoder:
             finally:
                 self._waiting -= 1
         except PromptTooLong as error:
-            raise context_exceeded(error.at_least, error.limit + 1, param) from None
+            raise context_exceeded(error.at_least, error.limit + 1, param, counted=False) from None
         except ChatError as error:
             raise invalid(error.param, error.message) from None
 

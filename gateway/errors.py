@@ -4,6 +4,7 @@ One exception type carries status, text, the field at fault and when to come aga
 validation; text of unexpected exceptions never reaches a client (they become a bare 500).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshkit.errors import BY_CODE, Fenced, MeshError, NeverFits, Poisoned, QueueFull, Refused, from_verdict
@@ -25,7 +26,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success. `retry_after_s` becomes the Retry-After header."""
+    """An answer other than success. `headers` are sent with it; `retry_after_s` becomes Retry-After."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -42,7 +44,9 @@ class ApiError(Exception):
         self.param = param
         self.kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.code = code or self.kind
-        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["Retry-After"] = str(retry_after_s)
 
     def body(self) -> dict[str, Any]:
         """The JSON object of a response that is nothing but this error."""
@@ -67,10 +71,12 @@ def missing_part(param: str, what: str, part: str) -> ApiError:
     return ApiError(501, f"{param}: {what} needs {part}, which this version does not have", param=param)
 
 
-def context_exceeded(prompt_tokens: int, max_context: int, param: str) -> ApiError:
+def context_exceeded(prompt_tokens: int, max_context: int, param: str, *, counted: bool = True) -> ApiError:
+    """`counted` is False where encoding ended at the limit, so that the number is a lower bound."""
+    number = prompt_tokens if counted else f"at least {prompt_tokens}"
     return invalid(
         param,
-        f"the prompt has {prompt_tokens} tokens; the context of {max_context} leaves no room for an answer. "
+        f"the prompt has {number} tokens; the context of {max_context} leaves no room for an answer. "
         f"Shorten the prompt to at most {max_context - 1} tokens",
         code="context_length_exceeded",
     )

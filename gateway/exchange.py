@@ -18,7 +18,7 @@ from gateway.schema import BodyDecoder
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
-_encode = msgspec.json.Encoder().encode
+json_bytes = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
@@ -51,6 +51,9 @@ async def read_body(
         async with asyncio.timeout(limits.body_seconds):
             data = await request.read()
         return decoder.decode(data or b"{}", kind)
+    except web.RequestPayloadError as error:
+        text = f"the body is not what Content-Encoding and Transfer-Encoding say: {str(error).splitlines()[-1].strip()}"
+        raise ApiError(400, text, headers={"Connection": "close"}) from None  # where the next request begins is unknown
     except web.HTTPRequestEntityTooLarge:
         raise _too_large(limits) from None
     except TimeoutError:
@@ -61,13 +64,16 @@ async def read_body(
 
 def json_response(exchange: Exchange, value: object, status: int = 200) -> web.Response:
     return web.Response(
-        body=_encode(value), status=status, content_type="application/json", charset="utf-8", headers=exchange.headers
+        body=json_bytes(value),
+        status=status,
+        content_type="application/json",
+        charset="utf-8",
+        headers=exchange.headers,
     )
 
 
 def error_response(exchange: Exchange, error: ApiError) -> web.Response:
-    if error.retry_after_s is not None:
-        exchange.headers["Retry-After"] = str(error.retry_after_s)
+    exchange.headers |= error.headers
     exchange.notes["error"] = error.code
     return json_response(exchange, error.body(), error.status)
 

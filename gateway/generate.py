@@ -21,7 +21,15 @@ from gateway.schema import GenerateRequest, NativeSampling, SamplingFields
 from gateway.service import Gateway
 from gateway.sse import event
 from gateway.text.tokenizer import Tokenizer
-from gateway.validate import Sampling, check_ids, check_label, check_priority, check_sampling, check_top_logprobs
+from gateway.validate import (
+    Sampling,
+    check_ids,
+    check_label,
+    check_priority,
+    check_salt,
+    check_sampling,
+    check_top_logprobs,
+)
 from meshkit.types import NO_LOGPROBS, TokenLogprobs
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -63,8 +71,7 @@ async def generate(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     body = await gateway.body(exchange, GenerateRequest)
     items = _items(gateway, body)
     priority = check_priority(body.priority)
-    labels = [check_label(name, getattr(body, name), gateway.limits) for name in ("cache_salt", "extra_key")]
-    salt = "\n".join(labels) if any(labels) else ""
+    salt = check_salt(gateway.limits, cache_salt=body.cache_salt, extra_key=body.extra_key)
     gateway.check_ready()
     jobs: list[Job] = []
     for item in items:
@@ -138,11 +145,13 @@ def _items(gateway: Gateway, body: GenerateRequest) -> list[_Item]:
 
 def _sampling(gateway: Gateway, body: GenerateRequest, native: NativeSampling, top_logprobs: int) -> Sampling:
     given = {name: getattr(native, name) for name in _SAME}
+    names = dict(_NAMES)
     for name in ("json_schema", "regex"):
         outer = getattr(body, name)
         if outer is not None and given[name] is not None:
             raise invalid(name, f"{name} is given twice: beside text and in sampling_params")
-        given[name] = outer if given[name] is None else given[name]
+        if outer is not None:
+            given[name], names[name] = outer, name
     fields = SamplingFields(**given, **{ours: getattr(native, theirs) for ours, theirs in _RENAMED.items()})
     return check_sampling(
         fields,
@@ -151,7 +160,7 @@ def _sampling(gateway: Gateway, body: GenerateRequest, native: NativeSampling, t
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
         least_max_tokens=0,
         top_logprobs=top_logprobs,
-        names=_NAMES,
+        names=names,
     )
 
 

@@ -58,6 +58,7 @@ class Job:
     tenant: str = ""
     priority: int = 0
     page_keys: tuple[bytes, ...] = ()
+    namespace: bytes = b""
     cached_tokens: int = 0
     waiting: bool = True
     closed: bool = False  # given back to admission
@@ -81,12 +82,9 @@ class Update:
     def add(self, later: "Update") -> None:
         """Join what came after; neighbouring texts of a part become one."""
         deltas = list(later.deltas)
-        if self.deltas and deltas and self.deltas[-1].kind == deltas[0].kind:
-            last, first = self.deltas.pop(), deltas.pop(0)
-            joined = Delta(
-                last.kind, last.text + first.text, last.tokens + first.tokens, last.logprobs + first.logprobs
-            )
-            deltas.insert(0, joined)
+        if self.deltas and deltas and (joined := self.deltas[-1].joined(deltas[0])) is not None:
+            self.deltas.pop()
+            deltas[0] = joined
         self.deltas = [*self.deltas, *deltas]
         self.ids = [*self.ids, *later.ids]
         self.logprobs = [*self.logprobs, *later.logprobs]
@@ -165,6 +163,7 @@ class Generation:
                 priority=job.priority,
                 deadline_ms=deadline_ms,
                 traceparent=self._traceparent,
+                namespace=job.namespace,
             )
             self._mesh.start(start, self.mailbox.put)
 
@@ -287,9 +286,16 @@ class Generation:
             self._failed = True
             raise ended(answer.error_code, answer.error_message)
         deltas = choice.output.finish()
-        if answer.reason != FinishReason.STOP:
+        finish = _FINISH[answer.reason]
+        if (
+            late := choice.output.matched_stop
+        ) is not None and answer.reason != FinishReason.ABORT:  # the end let go of text that was held back
+            choice.matched, choice.matched_eos, finish = late, False, "stop"
+        elif answer.reason != FinishReason.STOP:
             choice.matched, choice.matched_eos = None, False
-        self._finish(job, choice, _FINISH[answer.reason])
+        elif choice.output.complete_calls:
+            finish = "tool_calls"
+        self._finish(job, choice, finish)
         return Update(job, choice, deltas, ended=True)
 
     def _finish(self, job: Job, choice: Choice, reason: str) -> None:

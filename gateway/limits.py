@@ -102,8 +102,18 @@ class Admission:
                 429, f"{self._limits.streams} generations are open", code="rate_limit_exceeded", retry_after_s=1
             )
         if tenant and self._of_tenant[tenant] + count > self._limits.tenant_streams:
-            message = f"this key has {self._of_tenant[tenant]} of {self._limits.tenant_streams} generations open"
-            raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
+            most, has = self._limits.tenant_streams, self._of_tenant[tenant]
+            raise ApiError(
+                429,
+                f"this key has {has} of {most} generations open",
+                code="rate_limit_exceeded",
+                retry_after_s=1,
+                headers={
+                    "x-ratelimit-limit-requests": str(most),
+                    "x-ratelimit-remaining-requests": str(most - has),
+                    "x-ratelimit-reset-requests": "1s",  # the same guess as Retry-After: when one ends is not known
+                },
+            )
         if self.waiting + count > self._limits.queue:
             raise ApiError(429, f"{self._limits.queue} requests wait here", code="queue_full", retry_after_s=1)
         self.streams += count

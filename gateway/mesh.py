@@ -6,7 +6,7 @@ tokens. Calls return at once; effects arrive through the sink given at `start`, 
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from gateway.journal.events import Emit, Ended, Refused, Start
 from meshkit.frames import SchedulerStatus
@@ -34,6 +34,12 @@ class Mesh(Protocol):
 
     def abort(self, request_id: RequestId) -> None:
         """An operator takes the request back: its open choices end with ABORT."""
+
+    async def flush_cache(self) -> tuple[int, int]:
+        """Empty the prefix cache: (pages given back, requests that are open and prevented it)."""
+
+    async def explain(self, page_keys: tuple[bytes, ...], tokens: int) -> list[dict[str, Any]]:
+        """Why a prompt would be served from the prefix cache as far as it would, one answer per rank."""
 
 
 class Mailbox:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from meshpb.v1 import scheduler_pb2
 from meshpb.v1.scheduler_pb2_grpc import SchedulerStub
 
+from gateway.errors import unavailable
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
 from gateway.journal.journal import Journal
 from gateway.mesh import Sink
@@ -27,6 +29,7 @@ from meshkit.types import RequestId
 from meshkit.wire import Link
 
 _FAREWELL_SECONDS = 1.0
+_ASK_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,37 @@ class MeshClient:
 
     def abort(self, request_id: RequestId) -> None:
         self._shell.post(AbortRequest(request_id))
+
+    async def flush_cache(self) -> tuple[int, int]:
+        reply = await self._ask("FlushCache", scheduler_pb2.FlushCacheRequest())
+        return reply.pages, reply.open
+
+    async def explain(self, page_keys: tuple[bytes, ...], tokens: int) -> list[dict[str, Any]]:
+        request = scheduler_pb2.ExplainRequest(tokens=tokens, page_keys=b"".join(page_keys))
+        reply = await self._ask("Explain", request)
+        return [
+            {
+                "group": it.group,
+                "rank": it.rank,
+                "pages": {"asked": it.asked, "present": it.present, "servable": it.servable, "idle": it.idle},
+                "why": it.why,
+                "first_missing": it.first_missing if it.first_missing >= 0 else None,
+                "missing_classes": list(it.missing_classes),
+                "tier": it.tier or None,
+                "start": {"action": it.action, "token": it.start},
+            }
+            for it in reply.ranks
+        ]
+
+    async def _ask(self, name: str, request: Any) -> Any:
+        """A question outside of any request; an ApiError if the scheduler cannot be asked."""
+        if self._stub is None:
+            raise unavailable("no scheduler is attached", retry_after_s=2)
+        try:
+            return await getattr(self._stub, name)(request, timeout=_ASK_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            log.warning("%s failed: %s", name, reason_of(error))
+            raise unavailable("the scheduler did not answer", retry_after_s=2) from error
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from gateway.exchange import Exchange, error_response, json_response
 from gateway.schema import AbortRequest, SamplingFields
 from gateway.service import Gateway
 from gateway.validate import check_sampling
+from meshkit.address import parse_address
 from meshkit.build import build_id
 from meshkit.frames import SchedulerStatus
 
@@ -66,11 +67,13 @@ async def health_generate(gateway: Gateway, exchange: Exchange) -> web.StreamRes
 
 
 async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    _check_local(gateway, "/metrics")
     headers = {**exchange.headers, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     return web.Response(body=gateway.metrics.exposition(), headers=headers)
 
 
 async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    _check_local(gateway, "/server_info")
     model, limits = gateway.model, gateway.limits
     return json_response(
         exchange,
@@ -110,12 +113,24 @@ async def model_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse
 
 
 async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """Callers reach their own requests: those of their key's tenant."""
     body = await gateway.body(exchange, AbortRequest)
     if body.abort_all:
-        gateway.abort_all()
+        gateway.abort_all(exchange.tenant)
     elif body.rid:
-        gateway.abort(body.rid)
+        gateway.abort(exchange.tenant, body.rid)
     return json_response(exchange, {"success": True})
+
+
+def _check_local(gateway: Gateway, path: str) -> None:
+    """403 where others than this machine's users could read how much the mesh does, unless the operator wants that."""
+    config = gateway.config
+    if not (config.public_metrics or parse_address(config.listen_http).is_local):
+        text = (
+            f"{path} is not shown beyond loopback: start the gateway with --public-metrics, or set "
+            "public_metrics = true in its [gateway] section"
+        )
+        raise ApiError(403, text, code="not_public")
 
 
 def _scheduler_state(status: SchedulerStatus | None) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from gateway.cache import explain, flush_cache
 from gateway.chat import chat_completions
 from gateway.completions import completions
 from gateway.errors import ApiError
@@ -60,6 +61,8 @@ ROUTES = (
     Route(("/server_info", "/get_server_info"), ("GET",), server_info),
     Route(("/model_info", "/get_model_info"), ("GET",), model_info),
     Route(("/abort_request",), ("POST",), abort_request),
+    Route(("/flush_cache",), ("GET", "POST"), flush_cache),
+    Route(("/explain",), ("POST",), explain),
 )
 _MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
 _MODEL_PREFIXES = ("/v1/models/", "/models/")
@@ -90,7 +93,12 @@ def check_method(match: Match, method: str) -> None:
     if ("GET" if method == "HEAD" else method) not in match.route.methods:
         allowed = ", ".join(match.route.methods)
         path = match.route.paths[0]
-        raise ApiError(405, f"{path} does not answer {method}; allowed: {allowed}", code="method_not_allowed")
+        raise ApiError(
+            405,
+            f"{path} does not answer {method}; allowed: {allowed}",
+            code="method_not_allowed",
+            headers={"Allow": allowed},
+        )
 
 
 def _match(path: str) -> Match | None:

@@ -87,6 +87,7 @@ class ChatRequest(RequestFields, kw_only=True):
     continue_final_message: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     task: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -166,6 +167,10 @@ class TokenizeRequest(ChatRequest, kw_only=True):
     prompt: str | list[str] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+
+
+class ExplainRequest(TokenizeRequest, kw_only=True):
+    """A prompt as for /tokenize; cache_salt as in the request it stands for."""
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -50,8 +50,8 @@ class Gateway:
         self.encoder = PromptEncoder(config.encode_threads)
         self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)
-        self._handles: dict[str, list[RequestId]] = {}  # abort handles in flight
-        self._open: set[RequestId] = set()
+        self._handles: dict[tuple[str, str], list[RequestId]] = {}  # (tenant, rid) of what is in flight
+        self._open: dict[RequestId, str] = {}  # and its tenant
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -149,27 +149,29 @@ class Gateway:
             tenant=exchange.tenant,
             priority=priority,
             page_keys=tuple(page_keys(prompt, namespace)),
+            namespace=namespace,
         )
 
     def generation(self, exchange: Exchange, jobs: list[Job]) -> Generation:
         """Bind jobs to this exchange. Raises 400 for an abort handle that is in flight already."""
         check_choices_in_flight(sum(len(job.choices) for job in jobs), self.limits)
-        handles = list(dict.fromkeys(job.rid for job in jobs if job.rid))
-        for handle in handles:
-            if handle in self._handles:
-                raise invalid("rid", f"rid {handle!r} is already in use by a request in flight")
-        for handle in handles:
-            self._handles[handle] = [job.request_id for job in jobs if job.rid == handle]
-        request_ids = {job.request_id for job in jobs}
-        self._open |= request_ids
+        tenant = exchange.tenant
+        rids = list(dict.fromkeys(job.rid for job in jobs if job.rid))
+        for rid in rids:
+            if (tenant, rid) in self._handles:
+                raise invalid("rid", f"rid {rid!r} is already in use by a request in flight")
+        for rid in rids:
+            self._handles[tenant, rid] = [job.request_id for job in jobs if job.rid == rid]
+        self._open |= {job.request_id: tenant for job in jobs}
         exchange.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
         generation: Generation
 
         def release() -> None:
             exchange.notes["output_tokens"] = generation.output_tokens
-            self._open.difference_update(request_ids)
-            for handle in handles:
-                del self._handles[handle]
+            for job in jobs:
+                del self._open[job.request_id]
+            for rid in rids:
+                del self._handles[tenant, rid]
 
         generation = Generation(
             jobs,
@@ -178,20 +180,22 @@ class Gateway:
             metrics=self.metrics,
             limits=self.limits,
             received_s=exchange.received_s,
-            tenant=exchange.tenant if self.config.api_key_file is not None else "",
+            tenant=tenant if self.config.api_key_file is not None else "",
             traceparent=exchange.traceparent,
             on_close=release,
         )
         return generation
 
-    def abort(self, handle: str) -> None:
-        """Abort the requests under a client's handle; an unknown one does nothing."""
-        for request_id in self._handles.get(handle, ()):
+    def abort(self, tenant: str, rid: str) -> None:
+        """Abort the requests under a tenant's handle; an unknown one does nothing."""
+        for request_id in self._handles.get((tenant, rid), ()):
             self.mesh.abort(request_id)
 
-    def abort_all(self) -> None:
-        for request_id in list(self._open):
-            self.mesh.abort(request_id)
+    def abort_all(self, tenant: str | None = None) -> None:
+        """Abort what a tenant has in flight; without one, everything."""
+        for request_id, owner in list(self._open.items()):
+            if tenant in (None, owner):
+                self.mesh.abort(request_id)
 
 
 def _seconds(retry_after_ms: int) -> int:

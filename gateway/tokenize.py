@@ -1,6 +1,7 @@
 """POST /tokenize and /detokenize: what the model would read, without running it.
 
-The same checks and encoders as chat and completions, so that counts agree with their usage. Needs no worker.
+The same checks and encoders as chat and completions, so that counts agree with their usage; texts beyond the context
+are counted too. Needs no worker.
 """
 
 from aiohttp import web
@@ -20,14 +21,16 @@ async def tokenize(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "exactly one of prompt and messages must be given")
     if body.messages is not None:
-        tokens: list[int] | list[list[int]] = (await conversation_of(gateway, body).encode(gateway)).ids
+        tokens: list[int] | list[list[int]] = (await conversation_of(gateway, body).encode(gateway, bounded=False)).ids
         count = len(tokens)
     elif isinstance(body.prompt, list):
-        tokens = [await encode_raw(gateway, prompt) for prompt in body.prompt]
+        if len(body.prompt) > gateway.limits.prompts:
+            raise invalid("prompt", f"prompt has {len(body.prompt)} entries; allowed are {gateway.limits.prompts}")
+        tokens = [await encode_raw(gateway, prompt, bounded=False) for prompt in body.prompt]
         count = sum(len(row) for row in tokens)
     else:
         assert body.prompt is not None
-        tokens = await encode_raw(gateway, body.prompt)
+        tokens = await encode_raw(gateway, body.prompt, bounded=False)
         count = len(tokens)
     return json_response(exchange, {"tokens": tokens, "count": count, "max_model_len": gateway.model.max_context})
 

@@ -4,6 +4,7 @@ Everything here is decided before any work is done for a request: no text is enc
 that are documented but not there yet are refused with 501, naming the part that is missing.
 """
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -70,7 +71,7 @@ def check_sampling(
 ) -> Sampling:
     """Check ranges and fill in defaults. `names` maps our field names to the dialect's, for messages."""
     check = _Checker(names or {})
-    check.refuse_missing(fields)
+    check.constraints(fields)
     max_tokens = check.integer("max_tokens", fields.max_tokens, None, least_max_tokens)
     if max_tokens is None:
         max_tokens = default_max_tokens
@@ -95,12 +96,14 @@ def check_sampling(
     )
     n = check.integer("n", fields.n, 1, 1, limits.choices)
     assert n is not None
+    seed, stops = check.seed(fields.seed), check.stops(fields.stop, limits)
+    check.refuse_missing(fields)  # last: what is wrong in itself is a 400, whatever else is asked for
     return Sampling(
         params=params,
         max_tokens=max_tokens,
         n=n,
-        seed=check.seed(fields.seed),
-        stops=check.stops(fields.stop, limits),
+        seed=seed,
+        stops=stops,
         keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special=fields.skip_special_tokens is not False,
     )
@@ -177,16 +180,21 @@ class _Checker:
             if not (key.isascii() and key.isdigit() and len(key) < 12 and int(key) < vocab_size):
                 raise invalid(name, f"{name}: {key[:40]!r} is not a token id; allowed are 0 to {vocab_size - 1}")
             if not -100.0 <= bias <= 100.0:
-                raise out_of_range(f"{name}[{key}]", bias, "-100 to 100")
+                raise invalid(name, f"{name}[{key}] = {bias:g} is out of range: allowed is -100 to 100")
             pairs[int(key)] = float(bias)
         return tuple(pairs.items())
 
+    def constraints(self, fields: SamplingFields) -> None:
+        """At most one of the fields that constrain the output, and a response_format of a known shape."""
+        check_response_format(fields.response_format)
+        given = [self.name(field) for field in constraints_of(fields)]
+        if len(given) > 1:
+            raise invalid(given[1], f"{' and '.join(given)} constrain the output at once; send one of them")
+
     def refuse_missing(self, fields: SamplingFields) -> None:
         """501 for what is documented but not there; values that ask for nothing pass."""
-        for field in _GRAMMAR_FIELDS:
-            if getattr(fields, field) is not None:
-                raise missing_part(self.name(field), "constrained output", "grammar_svc")
-        check_response_format(fields.response_format)
+        for field in constraints_of(fields):
+            raise missing_part(self.name(field), "constrained output", "grammar_svc")
         if fields.stop_regex:
             raise missing_part(self.name("stop_regex"), "stopping at a regular expression", "a regex matcher")
         if fields.prompt_logprobs is not None:
@@ -198,18 +206,27 @@ class _Checker:
                 raise missing_part(field, "restricting the vocabulary", "token masks")
 
 
+def constraints_of(fields: SamplingFields) -> list[str]:
+    """Names of the fields that constrain the output."""
+    given = [field for field in _GRAMMAR_FIELDS if getattr(fields, field) is not None]
+    wanted = fields.response_format
+    if isinstance(wanted, dict) and wanted.get("type") != "text":
+        given.append("response_format")
+    return given
+
+
 def check_response_format(value: Any) -> None:
-    """Only plain text passes."""
+    """A known type with what belongs to it; whether it can be had is not asked here."""
     if value is None:
         return
     kinds = ("text", "json_object", "json_schema", "regex", "structural_tag")
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in kinds:
         raise invalid("response_format", f"response_format.type must be one of {', '.join(kinds)}")
-    if kind == "json_schema" and not isinstance((value.get("json_schema") or {}).get("schema"), dict):
-        raise invalid("response_format", "response_format.json_schema.schema is missing")
-    if kind != "text":
-        raise missing_part("response_format", "constrained output", "grammar_svc")
+    if kind == "json_schema":
+        holder = value.get("json_schema")
+        if not (isinstance(holder, dict) and isinstance(holder.get("schema"), dict)):
+            raise invalid("response_format", "response_format.json_schema must be an object whose schema is an object")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:
@@ -225,8 +242,20 @@ def check_stream(fields: RequestFields) -> None:
         raise invalid("stream_options", "stream_options without stream: set stream to true or leave it out")
 
 
+def check_salt(limits: Limits, **given: str | None) -> str:
+    """One text for the labels that separate a caller's prefixes from others'; empty when there is none of them.
+
+    Any text of bounded size is a label. Different labels give different texts: what they hold is escaped.
+    """
+    for param, value in given.items():
+        size = len(value.encode()) if value else 0
+        if size > limits.label:
+            raise invalid(param, f"{param} has {size} bytes; allowed are {limits.label}")
+    return json.dumps(list(given.values())) if any(given.values()) else ""
+
+
 def check_label(param: str, value: str | None, limits: Limits) -> str:
-    """A client's label (salt, user, request id): bounded, printable ASCII; absent is empty."""
+    """A client's request id, which is an abort handle: bounded, printable ASCII; absent is empty."""
     if value is None:
         return ""
     if len(value) > limits.label or not (value.isascii() and value.isprintable()):

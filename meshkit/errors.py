@@ -24,15 +24,16 @@
         └── PeerError       PEER            exit 8                               a peer was not reachable in time
 
 Across gRPC an error travels as status, details (its message) and trailing metadata (its code, retry-after), so that
-`QueueFull` raised in the scheduler is `QueueFull` in the gateway. This module imports no grpc and logs nothing.
+`QueueFull` raised in the scheduler is `QueueFull` in the gateway. No grpc, no numpy, no log here.
 """
 
 # ruff: noqa: N818 - the names are the codes people read: QueueFull, NoWorker, Draining
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from meshkit.frames import SubmitReply, Verdict
+if TYPE_CHECKING:
+    from meshkit.frames import SubmitReply  # needs numpy, which a command line that only reports errors does without
 
 CODE_KEY: Final = "v4mesh-code"
 RETRY_KEY: Final = "v4mesh-retry-after-ms"
@@ -177,17 +178,17 @@ _BY_STATUS: Final[Mapping[str, type[MeshError]]] = {
     "DEADLINE_EXCEEDED": DeadlineShort,
 }
 
-_BY_VERDICT: Final[Mapping[Verdict, type[MeshError]]] = {
-    Verdict.UNSPECIFIED: MeshError,
-    Verdict.STALE_ATTACH: StaleAttach,
-    Verdict.SUPERSEDED: Superseded,
-    Verdict.CANCELLED: Cancelled,
-    Verdict.QUEUE_FULL: QueueFull,
-    Verdict.NEVER_FITS: NeverFits,
-    Verdict.NO_WORKER: NoWorker,
-    Verdict.DRAINING: Draining,
-    Verdict.INVALID: BadRequest,
-    Verdict.POISONED: Poisoned,
+_BY_VERDICT: Final[Mapping[str, type[MeshError]]] = {
+    "UNSPECIFIED": MeshError,
+    "STALE_ATTACH": StaleAttach,
+    "SUPERSEDED": Superseded,
+    "CANCELLED": Cancelled,
+    "QUEUE_FULL": QueueFull,
+    "NEVER_FITS": NeverFits,
+    "NO_WORKER": NoWorker,
+    "DRAINING": Draining,
+    "INVALID": BadRequest,
+    "POISONED": Poisoned,
 }
 
 
@@ -204,9 +205,9 @@ def from_status(status: str, details: str, metadata: Mapping[str, str]) -> MeshE
     return kind(details, retry_after_ms=int(retry) if retry.isascii() and retry.isdigit() else 0)
 
 
-def from_verdict(reply: SubmitReply) -> MeshError | None:
+def from_verdict(reply: "SubmitReply") -> MeshError | None:
     """The error that a refusal means, None when the request was accepted."""
-    if reply.verdict is Verdict.ACCEPTED:
+    if reply.verdict.name == "ACCEPTED":
         return None
-    kind = _BY_VERDICT[reply.verdict]
+    kind = _BY_VERDICT[reply.verdict.name]
     return kind(reply.message or f"the scheduler answered {reply.verdict.name}", retry_after_ms=reply.retry_after_ms)

@@ -110,6 +110,7 @@ class Submit:
     priority: int = 0
     kill_count: int = 0
     traceparent: str = ""
+    namespace: bytes = b""  # keyed page_keys, and keys the pages to come; empty: the scheduler computes its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from meshkit.types import PAGE_TOKENS
 
 KEY_BYTES = 16
+NAMESPACE_BYTES = 32
 ROOT_KEY = b"\0" * KEY_BYTES
 """Parent of a sequence's first page."""
 
 _PERSON = b"v4mesh page key"
+_COLUMN = (4 * PAGE_TOKENS).to_bytes(8, "little")  # the length of a page's ids, in front of them
 
 
 def _field(value: bytes) -> bytes:
@@ -33,7 +35,7 @@ def namespace_key(
     `tenant` is the API key's, never the caller's word; `cache_salt` can only narrow it. With a `secret` (<= 64 bytes)
     of the mesh, nobody outside it can compute keys offline.
     """
-    digest = hashlib.blake2b(digest_size=32, key=secret, person=b"v4mesh namespace")
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES, key=secret, person=b"v4mesh namespace")
     for text in (tenant, cache_salt, model_revision, kv_layout_id, adapter):
         digest.update(_field(text.encode()))
     return digest.digest()
@@ -50,16 +52,25 @@ def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[
     """Keys of all full pages of a sequence, in order; a trailing partial page has none."""
     column = np.asarray(ids, "<i4").tobytes()
     stride = 4 * PAGE_TOKENS
+    fresh = _keyed(namespace).copy
     keys: list[bytes] = []
     parent = ROOT_KEY
     for start in range(0, len(column) - stride + 1, stride):
-        parent = _chain(parent, column[start : start + stride], namespace)
+        digest = fresh()  # the loop of `_chain` without its calls: prompts have thousands of pages
+        digest.update(parent + _COLUMN + column[start : start + stride])
+        parent = digest.digest()
         keys.append(parent)
     return keys
 
 
-def _chain(parent_key: bytes, column: bytes, namespace: bytes) -> bytes:
+def _keyed(namespace: bytes) -> "hashlib.blake2b":
+    """The state that all pages of a namespace begin with: key, person, and the length of the parent's key."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, key=namespace, person=_PERSON)
-    digest.update(_field(parent_key))
-    digest.update(_field(column))
+    digest.update(KEY_BYTES.to_bytes(8, "little"))
+    return digest
+
+
+def _chain(parent_key: bytes, column: bytes, namespace: bytes) -> bytes:
+    digest = _keyed(namespace)
+    digest.update(parent_key + _COLUMN + column)
     return digest.digest()

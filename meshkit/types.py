@@ -78,3 +78,4 @@ class ModelInfo:
     max_context: int  # prompt + output tokens
     eos_ids: tuple[int, ...]
     kv_layout_id: str  # any change of page contents' meaning changes it
+    layers: int = 0  # window layers: they set the length of an exact replay; 0 = unknown, nothing is replayed

@@ -9,10 +9,11 @@ from meshkit.core import Called, Reply
 from meshkit.frames import Submit, SubmitReply
 from meshkit.health import Health
 from meshkit.obs import Metrics, Tracing
+from meshkit.quiet import quiet_collector
 from meshkit.shell import Context, Peer, Shell
 from meshkit.wire import Link
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Drain, Drained, Flush
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.spans import RequestSpans
 
@@ -34,9 +35,14 @@ class SchedulerLoop:
         """The core's life; also tells the health service whether a worker serves."""
         watcher = asyncio.create_task(self._watch_ready())
         try:
-            await self.shell.run()
+            async with quiet_collector(self._busy):
+                await self.shell.run()
         finally:
             watcher.cancel()
+
+    def _busy(self) -> bool:
+        """A worker has frames in its hands."""
+        return any(worker.inflight for worker in self.core.state.workers.values())
 
     async def submit(self, request: Submit) -> SubmitReply:
         self._call += 1
@@ -56,6 +62,14 @@ class SchedulerLoop:
     def drain(self) -> None:
         """Stop admitting; accepted requests go on."""
         self.shell.post(Drain())
+
+    def flush(self) -> tuple[int, int]:
+        """Empty the prefix cache unless requests are open. Returns (pages given back, open requests)."""
+        load = self.core.load()
+        if load["requests"]:
+            return 0, load["requests"]
+        self.shell.post(Flush())
+        return load["pages_cached"], 0
 
     async def finish(self) -> None:
         """Drain, wait until nothing runs, say Bye on every stream."""

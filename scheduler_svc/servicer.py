@@ -8,6 +8,8 @@ from meshpb.v1 import scheduler_pb2 as pb
 from meshpb.v1 import scheduler_pb2_grpc, worker_pb2
 
 from meshkit import wire
+from scheduler_svc.core.explain import Explanation
+from scheduler_svc.core.reuse import Decision
 from scheduler_svc.loop import SchedulerLoop
 
 NAME = pb.DESCRIPTOR.services_by_name["Scheduler"].full_name
@@ -41,3 +43,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
         self._loop.drain()
         return pb.DrainReply()
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheReply:
+        pages, open_requests = self._loop.flush()
+        return pb.FlushCacheReply(pages=pages, open=open_requests)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
+        keys = wire.decode_explain(request)
+        told = self._loop.core.explain(keys, request.tokens)
+        return pb.ExplainReply(ranks=[_put_explanation(*it) for it in told])
+
+
+def _put_explanation(told: Explanation, decision: Decision) -> pb.Explanation:
+    return pb.Explanation(
+        group=told.pool[0],
+        rank=told.pool[1],
+        asked=told.asked,
+        present=told.present,
+        servable=told.servable,
+        why=told.why,
+        first_missing=told.first_missing,
+        missing_key=told.missing_key,
+        missing_classes=told.missing_classes,
+        tier=told.tier,
+        idle=told.idle,
+        action=decision.action.name.lower(),
+        start=decision.start,
+    )

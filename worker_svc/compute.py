@@ -1,10 +1,9 @@
-"""The compute thread: runs jobs one after the other, in order, and reports each result to the event loop.
+"""The compute thread: runs jobs one after the other, in order.
 
 Tensors are touched by this thread only. It is a daemon: a process that must go does not wait for a step.
 """
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -12,11 +11,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
 
 class ComputeThread:
-    """Make it inside the event loop that is to get the results."""
+    """Make it inside the event loop that is to get the results of `call`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -24,21 +21,9 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], T], done: Callable[[T | None, Exception | None], None]) -> None:
-        """Run `job` after all earlier ones; then `done(result, error)` in the event loop."""
-
-        def run() -> None:
-            result: T | None = None
-            failure: Exception | None = None
-            try:
-                result = job()
-            except Exception as error:
-                log.exception("a job of the compute thread failed")
-                failure = error
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(done, result, failure)
-
-        self._jobs.put(run)
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after all earlier ones. It must not raise."""
+        self._jobs.put(job)
 
     async def call(self, job: Callable[[], T]) -> T:
         """The job's result, or the error it raised."""

@@ -19,6 +19,7 @@ from meshkit.vocab import unsampleable_ids
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.checkpoint.loader import Checkpoint, load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
+from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.work import RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
 from worker_svc.kv.layout import KvLayout
 from worker_svc.kv.pools import KvPools
@@ -55,6 +56,7 @@ class CpuExecutor:
         self.threads = 1 if model.deterministic else threads or torch.get_num_threads()
         self._work_per_token = _work_per_token(pools.layout.config)
         self._samplers: dict[int, SamplerState] = {}
+        self._resident = ResidentSlots()
         self.sampling_faults = 0  # rows whose logits held NaN or allowed nothing: they ended with EOS
 
     @staticmethod
@@ -97,9 +99,18 @@ class CpuExecutor:
             eos_ids=(config.eos_token_id,),
             # Pages of the other mode differ in their last bits: they must not be shared with one that promises bits.
             kv_layout_id=layout.layout_id + ("-d" if deterministic else ""),
+            layers=len(layout.ratios),
         )
         rules = _rules(folder, checkpoint)
         return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=rules, threads=threads)
+
+    def launch(self, work: StepWork) -> StepOutcome:
+        """All of the step: a CPU has nothing to compute in the background with."""
+        return self.run(work)
+
+    def collect(self, handle: StepOutcome) -> StepOutcome:
+        """What `launch` came to."""
+        return handle
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepOutcome:
@@ -108,7 +119,9 @@ class CpuExecutor:
         self._set_threads(work)
         for init in work.inits:
             self._samplers[init.slot] = self._sampler(init)
+            self._resident.init(init)
         for copy in work.copies:
+            self._resident.copy(copy.src, copy.dst)
             self.pools.copy_slot(copy.src, copy.dst)
             if copy.src_page >= 0:
                 self.pools.copy_page(copy.src_page, copy.dst_page)
@@ -117,28 +130,33 @@ class CpuExecutor:
         rows = self._forward(work) if work.rows else ()
         return StepOutcome(rows=rows, t_start_ns=started, t_end_ns=time.monotonic_ns())
 
-    @torch.inference_mode()
-    def refresh(self, saves: Sequence[TailWork]) -> None:
-        """Save tails from the rings after sampling; each slot must have crossed its `pos` last."""
-        for save in saves:
-            self.pools.refresh_tail(save.slot, save.pos, save.tail)
-
     def _forward(self, work: StepWork) -> tuple[RowOutcome, ...]:
+        """Compute, sample, and only then move slots and spare tails on."""
+        resolved = [self._resident.resolve(row) for row in work.rows]
+        live = [row for row in resolved if row is not None]
+        sampled = self._sample_rows(live, work.saves) if live else []
+        for row, outcome in zip(live, sampled, strict=True):
+            if pos := self._resident.advance(row, outcome.tokens):
+                self.pools.refresh_tail(row.slot, pos, row.spare)
+        outcomes = iter(sampled)
+        return tuple(RowOutcome(()) if row is None else next(outcomes) for row in resolved)
+
+    def _sample_rows(self, rows: Sequence[RowWork], tail_saves: Sequence[TailWork]) -> list[RowOutcome]:
         saves: dict[int, list[tuple[int, int]]] = {}
-        for save in work.saves:
+        for save in tail_saves:
             saves.setdefault(save.slot, []).append((save.pos, save.tail))
-        ids = torch.tensor([token for row in work.rows for token in row.ids], dtype=torch.int64)
-        rows = tuple(_model_row(row, tuple(saves.get(row.slot, ()))) for row in work.rows)
-        logits = self.model.forward(ForwardInputs(ids, rows))
+        ids = torch.tensor([token for row in rows for token in row.ids], dtype=torch.int64)
+        inputs = tuple(_model_row(row, tuple(saves.get(row.slot, ()))) for row in rows)
+        logits = self.model.forward(ForwardInputs(ids, inputs))
         outcomes, first = [], 0
-        for row in work.rows:
+        for row in rows:
             outcomes.append(self._sample(row, logits[first : first + row.sample_last]))
             first += row.sample_last
         # Booked only now: if anything above fails, the step did not happen.
-        for row, outcome in zip(work.rows, outcomes):
+        for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.tokens:
                 self._samplers[row.slot].accept(outcome.tokens)
-        return tuple(outcomes)
+        return outcomes
 
     def _sample(self, row: RowWork, logits: Tensor) -> RowOutcome:
         """Tokens of one row: a draft is accepted iff it equals the token sampled before it, and the first that
@@ -168,7 +186,7 @@ class CpuExecutor:
 
     def _set_threads(self, work: StepWork) -> None:
         """Waking a second thread for a microsecond of work, in every one of hundreds of products, only costs."""
-        tokens = sum(len(row.ids) for row in work.rows)
+        tokens = sum(len(row.ids) or 1 for row in work.rows)
         wanted = 1 if tokens * self._work_per_token < ONE_THREAD_BELOW else self.threads
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

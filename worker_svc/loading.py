@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -24,21 +23,15 @@ from worker_svc.config import WorkerConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.executor import CpuExecutor
 from worker_svc.kv.layout import KvLayout
+from worker_svc.loaded import Loaded
 from worker_svc.warmup import warm_up
 
 MAX_AUTO_KV: Final = 4 << 30
 MAX_VERIFY: Final = 1
+SLOTS: Final = 16
 EVERY_S: Final = 5.0
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A warm executor and the pool sizes to announce."""
-
-    executor: CpuExecutor
-    pools: PoolConfig
 
 
 def load(config: WorkerConfig) -> Loaded:
@@ -56,7 +49,7 @@ def load(config: WorkerConfig) -> Loaded:
         name=config.served_model_name or served_name(folder),
         numerics=layout.numerics,
         deterministic=config.deterministic,
-        slots=config.slots,
+        slots=config.slots or SLOTS,
         pages=pages,
         tails=tails,
         max_verify=MAX_VERIFY,
@@ -73,7 +66,10 @@ def load(config: WorkerConfig) -> Loaded:
     log.info("READY %.1f s", time.perf_counter() - start)
     return Loaded(
         executor,
-        PoolConfig(slots=config.slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
+        info,
+        PoolConfig(
+            slots=config.slots or SLOTS, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY
+        ),
     )
 
 
@@ -90,17 +86,18 @@ def _layout(folder: Path, config: WorkerConfig) -> KvLayout:
 
 def _pool_sizes(layout: KvLayout, config: WorkerConfig) -> tuple[int, int]:
     """(pages, tails) within the KV budget; says the arithmetic. MemoryShort if not one request would fit."""
-    tails = config.tails or 4 * config.slots
+    slots = config.slots or SLOTS
+    tails = config.tails or 4 * slots
     free = int(psutil.virtual_memory().available)
     budget = config.kv_memory or min(MAX_AUTO_KV, free // 4)
-    fixed = config.slots * layout.bytes_per_slot + tails * layout.bytes_per_tail
+    fixed = slots * layout.bytes_per_slot + tails * layout.bytes_per_tail
     per_page, context = layout.bytes_per_page, layout.config.max_position_embeddings
-    wanted = config.slots * (-(-context // PAGE_TOKENS) + 1)
+    wanted = slots * (-(-context // PAGE_TOKENS) + 1)
     # Twice what the slots can fill: the rest caches prefixes. More would only cost memory.
     pages = config.pages or min(2 * wanted, max(0, budget - fixed) // per_page)
     total = fixed + pages * per_page
     lines = (
-        f"KV: {pages} pages x {per_page / 1e6:.2f} MB + {config.slots} slots x {layout.bytes_per_slot / 1e6:.2f} MB"
+        f"KV: {pages} pages x {per_page / 1e6:.2f} MB + {slots} slots x {layout.bytes_per_slot / 1e6:.2f} MB"
         f" + {tails} tails x {layout.bytes_per_tail / 1e6:.2f} MB = {total / 1e9:.2f} GB"
     )
     if pages < 2 or total > free:

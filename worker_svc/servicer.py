@@ -5,8 +5,9 @@ A worker answers health checks only; everything else travels on the stream that 
 
 import asyncio
 import logging
+import sys
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from meshkit.errors import PeerError
 from meshkit.health import Health
@@ -14,12 +15,11 @@ from meshkit.obs import Metrics
 from meshkit.peer import diagnose
 from worker_svc.compute import ComputeThread
 from worker_svc.config import WorkerConfig
+from worker_svc.loaded import Loaded
 from worker_svc.loop import WorkerLoop
 
-if TYPE_CHECKING:
-    from worker_svc.loading import Loaded
-
 WATCH_S: Final = 3.0
+SWITCH_S: Final = 0.0002  # how long the event loop may hold Python while a step's thread wants it
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +37,12 @@ class WorkerProcess:
     async def run(self) -> None:
         config = self._config
         loaded = await self._compute.call(self._load)
+        sys.setswitchinterval(SWITCH_S)
         self._loop = WorkerLoop(
             loaded.executor,
             self._compute,
             group=config.group,
-            model=loaded.executor.info,
+            model=loaded.info,
             pools=loaded.pools,
             scheduler=config.scheduler,
             metrics=self._metrics,
@@ -74,7 +75,11 @@ class WorkerProcess:
             if not loop.machine.attached:
                 log.warning("no scheduler at %s", trouble)
 
-    def _load(self) -> "Loaded":
+    def _load(self) -> Loaded:
+        if self._config.backend == "sim":
+            from worker_svc.sim.loading import load as load_sim
+
+            return load_sim(self._config)
         from worker_svc.loading import load  # brings torch: health answers and bad options fail before that
 
         return load(self._config)

@@ -61,5 +61,5 @@ def _decode(executor: Executor, start: int) -> float:
 
 def _timed(executor: Executor, work: StepWork) -> float:
     start = time.perf_counter()
-    executor.run(work)
+    executor.collect(executor.launch(work))
     return time.perf_counter() - start

@@ -98,4 +98,5 @@ def build_submit(entry: Entry, attach_id: int, remaining_ms: int) -> Submit:
         priority=start.priority,
         kill_count=entry.kills,
         traceparent=start.traceparent,
+        namespace=start.namespace,
     )

@@ -26,6 +26,7 @@ class Start:
     priority: int
     deadline_ms: int  # from now
     traceparent: str = ""
+    namespace: bytes = b""  # of page_keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,29 @@
-"""Output ids of one choice to reasoning and content text, with stop strings and the tokens each piece of text covers.
+"""Output ids of one choice to reasoning, content and tool calls, with stop strings and the tokens of each piece.
 
-A state machine driven by token ids: `<think>` and `</think>` count as markers only as their own tokens; spelled with
-ordinary tokens they are text. The same ids give the same text however they are cut into pushes. Ending a sequence on
-ids is the scheduler's work; tool calls are not parsed here, their markup is plain content.
+A state machine driven by token ids: `<think>`, `</think>` and `｜DSML｜` count as markers only as their own tokens;
+spelled with ordinary tokens they are text. The same ids give the same text however they are cut into pushes. Ending a
+sequence on ids is the scheduler's work. Where tools are offered, calls are told from prose by `tool_calls`; elsewhere
+their markup is plain content.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.text import prompt as markers
+from gateway.text.chat_messages import ToolSpec
+from gateway.text.deltas import CallPiece as CallPiece
+from gateway.text.deltas import Delta as Delta
+from gateway.text.deltas import Kind as Kind
 from gateway.text.detokenizer import IncrementalDetokenizer
 from gateway.text.stop_strings import StopScanner, StopStrings
 from gateway.text.tokenizer import Tokenizer
-
-Kind = Literal["reasoning", "content"]
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of output text, never empty.
-
-    `tokens` are the positions (0 is the first output id) of the tokens whose text begins in this piece, `logprobs` the
-    entries pushed with them. Tokens without visible text (markers, trimmed newlines, special ids) appear in no delta.
-    """
-
-    kind: Kind
-    text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[Any, ...] = ()
+from gateway.text.tool_calls import Event, ToolCallParser
+from gateway.text.tool_tags import MARK
 
 
 class _Waiting(NamedTuple):
@@ -42,13 +34,33 @@ class _Waiting(NamedTuple):
     entry: Any
 
 
+class _Fed(NamedTuple):
+    """A token given to the tool call parser: its characters there, with one more where an unfinished one begins."""
+
+    start: int
+    end: int
+    position: int
+    entry: Any
+
+
+@dataclass(slots=True)
+class _Call:
+    """What a delta in the making says of a call."""
+
+    index: int
+    opens: bool = False
+    closes: bool = False
+
+
 class OutputParser:
     """Parser of one choice.
 
     `starts_in` and `fresh_turn` come from the encoded prompt. `raw` means no markers and no states: everything is
     content and stop strings apply to all of it; otherwise they apply to content alone. `stop_ids` (EOS and the
     request's stop tokens) are never text, unless `include_stop` keeps stop tokens other than EOS. Before `min_tokens`
-    ids no stop string counts.
+    ids no stop string counts. `tools` are those offered; without any, calls are not looked for. With tools, newlines
+    that markup may follow are held back from the stop strings too. Unless `parallel_calls`, what follows the first
+    complete call is dropped.
     """
 
     def __init__(
@@ -63,6 +75,8 @@ class OutputParser:
         stop_ids: Collection[int] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        tools: Sequence[ToolSpec] = (),
+        parallel_calls: bool = True,
     ) -> None:
         self._kind: Kind = "content" if raw else starts_in
         self._think = None if raw else tokenizer.id_of(markers.THINK)
@@ -72,13 +86,22 @@ class OutputParser:
         self._scanner = StopScanner(stop if isinstance(stop, StopStrings) else StopStrings(stop))
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._whole = tokenizer.whole_texts
+        self._marks = self._hidden | self._stop_ids | {self._think, self._end_think}
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._trimming = fresh_turn and not raw
-        self._newlines = ""
+        self._newlines = 0  # of reasoning, held back
         self._length = 0
         self._released = 0
         self._waiting: deque[_Waiting] = deque()
-        self._out: list[tuple[Kind, list[str], list[_Waiting]]] = []
+        self._out: list[tuple[Kind, list[str], list[_Waiting], _Call | None]] = []
+        self._dsml = tokenizer.id_of(markers.DSML)
+        with_tools = tools and not raw and self._dsml is not None
+        self._tools = ToolCallParser(tools, parallel=parallel_calls) if with_tools else None
+        self._fed: deque[_Fed] = deque()
+        self._calls: list[tuple[str, str]] = []  # id and name
+        self.complete_calls = 0
+        """Tool calls that the model has closed."""
         self.kept_ids = 0
         """Output ids used so far; with a matched stop string, up to the one that completed it."""
         self.reasoning_tokens = 0
@@ -93,6 +116,8 @@ class OutputParser:
 
     def push(self, ids: Sequence[int], entries: Sequence[Any] | None = None) -> list[Delta]:
         """Text released by these ids. `entries`, one an id, come back on the delta that has the token's text."""
+        if len(ids) == 1 and (delta := self._plain(ids[0], None if entries is None else entries[0])) is not None:
+            return [delta]
         for index, token_id in enumerate(ids):
             if self.matched_stop is not None:
                 break
@@ -101,18 +126,40 @@ class OutputParser:
             self._take(token_id, position, None if entries is None else entries[index])
         return self._deltas()
 
+    def _plain(self, token_id: int, entry: Any) -> Delta | None:
+        """The short way of most tokens: whole text while nothing is held back. None if it must go the long way."""
+        text = self._whole.get(token_id)
+        if not text or token_id in self._marks or self._waiting or self._trimming or self._detokenizer.pending:
+            return None
+        if self.matched_stop is not None:
+            return None
+        reasoning = self._kind == "reasoning"
+        if (self._newlines or text[-1] == "\n") if reasoning else not self._scanner.passes(text):
+            return None
+        if self._tools is not None and (self._fed or token_id == self._dsml or not self._tools.passes(text)):
+            return None
+        self.reasoning_tokens += reasoning
+        self._length += len(text)
+        self._released = self._length
+        self.kept_ids += 1
+        return Delta(self._kind, text, (self.kept_ids - 1,), (entry,))
+
     def finish(self) -> list[Delta]:
         """End of the output: what was held back comes out, an unfinished character is dropped."""
         if self.matched_stop is None:
+            self._flush_tools()
             if self._kind == "reasoning":
-                self._emit(self._newlines)
-                self._newlines = ""
-            else:
+                self._emit("\n" * self._newlines)
+                self._newlines = 0
+            elif self._kind == "content":
                 self._emit(self._scanner.finish())
         self._waiting.clear()
         return self._deltas()
 
     def _take(self, token_id: int, position: int, entry: Any) -> None:
+        if self._tools is not None:
+            self._take_with_tools(self._tools, token_id, position, entry)
+            return
         if token_id == self._end_think:
             if self._kind == "reasoning":
                 self._end_reasoning()
@@ -140,21 +187,28 @@ class OutputParser:
     def _end_reasoning(self) -> None:
         """`</think>`: newlines before and after it belong to the markup."""
         broken = self._detokenizer.cut()
-        if broken:
+        if self._tools is not None:
+            self._heed(self._tools.feed(broken))
+            self._flush_tools()
+        elif broken:
             self._length += len(broken)
             self._reasoning_text(broken)
-        self._kind = "content"
+        self._start_part("content")
         self._trimming = True
-        self._newlines = ""
+
+    def _start_part(self, kind: Kind) -> None:
+        self._kind = kind
+        self._newlines = 0
         self._waiting.clear()
         self._length = self._released = 0
 
     def _reasoning_text(self, text: str) -> None:
         """Release all but the newlines at the end, which `</think>` may follow."""
-        whole = self._newlines + text
-        kept = whole.rstrip("\n")
-        self._newlines = whole[len(kept) :]
-        self._emit(kept)
+        kept = text.rstrip("\n")
+        if kept:
+            self._emit("\n" * self._newlines + kept)
+            self._newlines = 0
+        self._newlines += len(text) - len(kept)
 
     def _content_text(self, text: str) -> None:
         safe, match = self._scanner.feed(text, armed=self.kept_ids >= self._min_tokens)
@@ -167,19 +221,114 @@ class OutputParser:
         if not text:
             return
         if not self._out or self._out[-1][0] != self._kind:
-            self._out.append((self._kind, [], []))
-        _, texts, tokens = self._out[-1]
+            self._out.append((self._kind, [], [], None))
+        _, texts, tokens, _ = self._out[-1]
         texts.append(text)
         self._released += len(text)
         while self._waiting and self._waiting[0].start < self._released:
             tokens.append(self._waiting.popleft())
 
+    # ---- with tools -------------------------------------------------------------------------------------------------
+
+    def _take_with_tools(self, tools: ToolCallParser, token_id: int, position: int, entry: Any) -> None:
+        """Text goes through the tool call parser first; what it calls prose belongs to the current part.
+
+        In a block only special tokens are no text: a value may well speak of `</think>`.
+        """
+        in_calls = self._kind == "tool_call"
+        if token_id == self._end_think and not in_calls:
+            if self._kind == "reasoning":
+                self._end_reasoning()
+            return
+        if token_id in self._stop_ids:
+            self._flush_tools()
+            return
+        if self._kind == "reasoning":
+            self.reasoning_tokens += 1
+        if (token_id == self._think and not in_calls) or token_id in self._hidden:
+            return
+        if token_id == self._dsml:
+            if self._detokenizer.pending:
+                self._heed(tools.feed(self._detokenizer.cut()))
+            text = MARK
+        else:
+            text = self._detokenizer.push_one(token_id)
+        if not in_calls:
+            end = tools.fed + len(text) + bool(self._detokenizer.pending)
+            self._fed.append(_Fed(tools.fed, end, position, entry))
+        if text:
+            self._heed(tools.feed(text))
+
+    def _flush_tools(self) -> None:
+        if self._tools is not None:
+            self._heed(self._tools.flush())
+
+    def _heed(self, events: Sequence[Event]) -> None:
+        for kind, text, at in events:
+            if self.matched_stop is not None:
+                return
+            if kind == "prose":
+                self._prose(text, at)
+            elif kind == "block":
+                self._begin_block(at)
+            elif kind != "block_end":
+                self._call_event(kind, text)
+
+    def _prose(self, text: str, at: int) -> None:
+        """Text of the current part, at this place of the text fed to the tool call parser."""
+        if self._trimming:
+            rest = text.lstrip("\n")
+            at += len(text) - len(rest)
+            self._trimming = not rest
+            text = rest
+        while self._fed and self._fed[0].start < at + len(text):
+            start, end, position, entry = self._fed.popleft()
+            if end > at:
+                self._waiting.append(_Waiting(self._length + max(0, start - at), position, entry))
+        if text:
+            self._length += len(text)
+            (self._reasoning_text if self._kind == "reasoning" else self._content_text)(text)
+
+    def _begin_block(self, at: int) -> None:
+        """The part ends; tokens of the markup, which begins at `at`, are not its own."""
+        if self._kind == "reasoning":
+            self.reasoning_tokens -= sum(token.start >= at for token in self._fed)
+        else:
+            self._emit(self._scanner.finish())
+        self._start_part("tool_call")
+        self._fed.clear()
+
+    def _call_event(self, kind: str, text: str) -> None:
+        if kind == "call":
+            self._calls.append((f"call_{len(self._calls):02d}_{uuid.uuid4().hex}", text))
+        index = len(self._calls) - 1
+        known = self._out[-1][3] if self._out else None
+        if known is None or known.index != index:
+            known = _Call(index)
+            self._out.append(("tool_call", [], [], known))
+        if kind == "call":
+            known.opens = True
+        elif kind == "call_end":
+            known.closes = True
+            self.complete_calls += 1
+        else:
+            self._out[-1][1].append(text)
+
     def _deltas(self) -> list[Delta]:
         out, self._out = self._out, []
         return [
-            Delta(kind, "".join(texts), tuple([t.position for t in tokens]), tuple([t.entry for t in tokens]))
-            for kind, texts, tokens in out
+            Delta(
+                kind,
+                "".join(texts),
+                tuple([t.position for t in tokens]),
+                tuple([t.entry for t in tokens]),
+                None if call is None else self._call_piece(call),
+            )
+            for kind, texts, tokens, call in out
         ]
+
+    def _call_piece(self, call: _Call) -> CallPiece:
+        return CallPiece(call.index, *self._calls[call.index], call.opens, call.closes)
 
 
 def _ids(tokenizer: Tokenizer, tokens: Collection[str]) -> frozenset[int]:

@@ -62,6 +62,10 @@ class StopScanner:
         self._node = 0
         self._held = ""
 
+    def passes(self, text: str) -> bool:
+        """Nothing is held back, and nothing in this text could begin a stop string: `feed` would let it through."""
+        return self._node == 0 and self._stops.firsts.isdisjoint(text)
+
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, str | None]:
         """Text that is safe to release, and the stop string found right behind it, if any.
 
@@ -69,7 +73,7 @@ class StopScanner:
         """
         stops = self._stops
         node = self._node
-        if node == 0 and stops.firsts.isdisjoint(text):
+        if self.passes(text):
             return text, None
         whole = self._held + text
         for end, char in enumerate(text, len(self._held) + 1):

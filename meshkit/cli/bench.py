@@ -16,11 +16,12 @@ from typing import Any
 import click
 
 from meshkit.cli.chat import DEFAULT_URL, read_key
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.load import LoadPlan, LoadResult, percentile, run_load
 from meshkit.cli.screen import Screen, shared_options
-from meshkit.cli.turn import Turn, first_model
-from meshkit.exit_codes import Exit
+from meshkit.cli.turn import Turn, first_model, refusal
+from meshkit.exit_codes import Exit, ProblemsError
 
 UNITS = {"ms": 1e-3, "us": 1e-6, "s": 1.0}  # longest endings first
 SHARES = (0.5, 0.9, 0.99)
@@ -43,7 +44,7 @@ def parse_limits(ctx: click.Context, param: click.Parameter, value: str | None) 
     return limits
 
 
-@click.command()
+@command()
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the mesh listens.")
 @click.option("--model", metavar="NAME", help="Model to ask (default: the one served).")
 @click.option("--num-prompts", default=32, show_default=True, type=click.IntRange(1), help="Requests measured.")
@@ -59,7 +60,11 @@ def parse_limits(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--goodput-share", default=0.99, show_default=True, type=click.FloatRange(0, 1), help="Else exit 9.")
 @click.option("--request-timeout", "timeout_s", default=600.0, metavar="SECONDS", help="A request may take this long.")
 @click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the JSON there too.")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="File with the API key.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="File of API keys; its first one is sent.",
+)
 @shared_options
 @click.pass_obj
 def bench(
@@ -78,6 +83,8 @@ def bench(
     endpoint, key = Endpoint.parse(url), read_key(api_key_file)
     plan = LoadPlan(model=model or asyncio.run(first_model(endpoint, key)), **shape)
     result = asyncio.run(run_load(endpoint, plan, api_key=key, on_done=_counter(screen, plan.num_prompts)))
+    if all(t.status == 401 for t in result.turns):
+        raise ProblemsError(refusal(endpoint, 401, result.turns[0].error, with_key=bool(key)))
     report = measure(plan, result, goodput or {})
     report["config"] = {**asdict(plan), "url": str(endpoint), "goodput": goodput or {}, "version": version()}
     if output:

@@ -15,9 +15,11 @@ from typing import Any
 
 import click
 
+from meshkit.api_keys import read_api_keys
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.screen import Screen, shared_options
-from meshkit.cli.turn import Turn, first_model, no_mesh, stream_turn
+from meshkit.cli.turn import Turn, first_model, no_mesh, refusal, stream_turn
 from meshkit.config import env
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
@@ -25,7 +27,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 HELP = "/new forgets the conversation · /stats switches the numbers · /exit leaves (or Ctrl-D)"
 
 
-@click.command()
+@command()
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="Where the mesh listens.")
 @click.option("-q", "--question", metavar="TEXT", help="Ask this, print the answer, leave.")
 @click.option("--system", metavar="TEXT", help="System message.")
@@ -35,7 +37,11 @@ HELP = "/new forgets the conversation · /stats switches the numbers · /exit le
 @click.option("--max-tokens", type=click.IntRange(1), help="Longest answer, in tokens.")
 @click.option("--seed", type=int, help="Same seed, same answer.")
 @click.option("--stats/--no-stats", default=None, help="Numbers after each turn (default: in a conversation).")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="File with the API key.")
+@click.option(
+    "--api-key-file",
+    type=click.Path(path_type=Path),
+    help="File of API keys; its first one is sent.",
+)
 @shared_options
 @click.pass_obj
 def chat(
@@ -59,6 +65,8 @@ def chat(
         "max_tokens": max_tokens,
         "seed": seed,
     }
+    if question is not None and not question.strip():
+        raise click.UsageError("-q is empty: say what to ask, or leave it out for a conversation")
     talk = Conversation(screen, Endpoint.parse(url), read_key(api_key_file), system)
     talk.body = {k: v for k, v in body.items() if v is not None}
     talk.body["model"] = model or asyncio.run(first_model(talk.endpoint, talk.api_key))
@@ -66,7 +74,9 @@ def chat(
     if not sys.stdin.isatty() and (question is None or _stdin_is_piped()):
         question = "\n\n".join(part for part in (question, sys.stdin.read().strip()) if part)
     if question is not None:
-        return talk.ask(question) if question else 0
+        if not question:
+            raise click.UsageError("there is no terminal and nothing came through the pipe: give -q TEXT")
+        return talk.ask(question)
     talk.stats = stats is not False
     return talk.loop()
 
@@ -81,14 +91,10 @@ def _stdin_is_piped() -> bool:
 
 
 def read_key(path: Path | None) -> str:
-    """The API key in a file; never on a command line, where `ps` shows it."""
+    """The first key in a file like the gateway's; never on a command line, where `ps` shows it."""
     if path is None:
         return env("V4MESH_API_KEY")
-    try:
-        lines = path.read_text().split()
-    except OSError as e:
-        raise ProblemsError(Problem("CONFIG", Exit.CONFIG, f"--api-key-file {path}: {e.strerror}")) from e
-    return lines[0] if lines else ""
+    return read_api_keys(path)[0][1]
 
 
 class Conversation:
@@ -152,8 +158,11 @@ class Conversation:
             raise ProblemsError(no_mesh(self.endpoint, e)) from e
         self._write("\n" if turn.content or turn.reasoning else "", dim=False)
         if turn.error:
-            self.screen.problem(Problem("REFUSED" if turn.status != 200 else "BROKEN", Exit.PEER, turn.error))
-            return int(Exit.PEER)
+            problem = Problem("BROKEN", Exit.PEER, turn.error)
+            if turn.status != 200:
+                problem = refusal(self.endpoint, turn.status, turn.error, with_key=bool(self.api_key))
+            self.screen.problem(problem)
+            return int(problem.exit)
         self.messages = [*messages, {"role": "assistant", "content": turn.content}]
         self._report(turn)
         return 0

@@ -6,11 +6,12 @@ from typing import Any
 import click
 
 from meshkit.cli.config_file import SECTION_CLASSES, check_config, config_path, load_section, section_class
+from meshkit.cli.help_pages import PagedGroup
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.exit_codes import Exit, ProblemsError
 
 
-@click.group()
+@click.group(cls=PagedGroup)
 def config() -> None:
     """Show, check and describe the configuration."""
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 
 from meshkit.cli.clients import client_snippets
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
 from meshkit.cli.screen import Screen, shared_options
@@ -26,7 +27,7 @@ KILL_AFTER = 20  # pieces of the answer
 Pids = Callable[[], dict[str, int]]
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @click.option("-q", "--question", default=QUESTION, show_default=True, help="What to ask.")
 @click.option("--max-tokens", default=160, show_default=True, type=click.IntRange(1), help="Longest answer, in tokens.")

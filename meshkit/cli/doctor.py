@@ -18,6 +18,7 @@ from typing import Literal
 import click
 
 from meshkit.address import MAX_UNIX_PATH
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT
 from meshkit.cli.model_folder import check_model_folder, find_model, weight_bytes
 from meshkit.cli.preflight import LONGEST_SOCKET_NAME, check_port
@@ -46,7 +47,7 @@ class Row:
     exit: int = int(Exit.THRESHOLD)
 
 
-@click.command()
+@command()
 @click.option("--model", "--model-path", "model", metavar="DIR", help="Check this model (default: the demo model).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="cuda: a GPU must be there.")
 @click.option("--host", default="127.0.0.1", help="Address the gateway would listen on.")

@@ -1,8 +1,9 @@
 """Every flag and environment variable of the operators' guide, and what v4mesh does with it.
 
 The guide was written for SGLang (and borrows from vLLM); several of its names never existed there, and ours do what
-its text promises. An entry with `needs` is understood and checked, but its part is not built: `serve` says so in one
-line and goes on with `meanwhile`. A value that no part could ever honour is refused with the accepted ones.
+its text promises. Each that is given is answered with one line. An entry with `needs` is understood and checked, but
+its part is not built: the line says so, and `serve` goes on with `meanwhile`; the others say what they did. A value
+that no part could ever honour is refused with the accepted ones.
 Pure data and pure functions: reads no file and no environment, starts nothing.
 """
 
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 from meshkit.config import parse_size
 from meshkit.exit_codes import Exit, Problem
+from meshkit.numerics_names import KV_DTYPES, SCHEMES
 
 Parser = Callable[[str], Any]
 GPUS = "several GPUs under one worker"
@@ -92,7 +94,7 @@ class Entry:
     switch: bool = False
     needs: str = ""
     meanwhile: str = ""
-    says: str = ""  # a line for an entry that has its effect, where the effect may surprise
+    does: str = ""  # what an entry that has its effect did
     quiet: tuple[Any, ...] = ()
     invented: bool = False  # SGLang itself never had this name
 
@@ -104,7 +106,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of one entry that was given. `line` is empty where there is nothing to say."""
+    """What became of one entry that was given, and the line that says so."""
 
     entry: Entry
     given: str
@@ -113,22 +115,32 @@ class Answer:
     line: str
 
 
-KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bf16", "bfloat16", "fp32")
-SCHEMES = ("auto", "exact", "fp8", "fp4", "mxfp4", "w4a8", "compressed-tensors")
 MOE_BACKENDS = ("deep_gemm", "flashinfer_trtllm", "flashinfer_cutedsl")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority", "tlru")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 FLAGS: tuple[Entry, ...] = (
-    Entry(name="--model-path", aliases=("--model",), promise="Model folder, or hub id in a local cache.", ours="model"),
-    Entry(name="--host", promise="Address to listen on.", ours="up.host"),
-    Entry(name="--port", promise="Port to listen on; 0: a free one.", ours="up.port", parse=whole(0, 65535)),
+    Entry(
+        name="--model-path",
+        aliases=("--model",),
+        promise="Model folder, or hub id in a local cache.",
+        ours="up.model",
+        does="the worker loads it, the gateway reads its tokenizer",
+    ),
+    Entry(name="--host", promise="Address to listen on.", ours="up.host", does="the gateway listens there"),
+    Entry(
+        name="--port",
+        promise="Port to listen on; 0: a free one.",
+        ours="up.port",
+        parse=whole(0, 65535),
+        does="the gateway listens there",
+    ),
     Entry(
         name="--trust-remote-code",
         promise="Allow code that comes with the model.",
         ours="nothing",
         switch=True,
-        says="accepted, and runs nothing: no code from the model's folder is ever executed",
+        does="accepted, and runs nothing: no code from the model's folder is ever executed",
     ),
     Entry(
         name="--tp",
@@ -219,12 +231,16 @@ FLAGS: tuple[Entry, ...] = (
         promise="Format of the KV cache; fp8 is fp8_e4m3. RoPE dims stay BF16.",
         ours="worker.kv_cache_dtype",
         parse=one_of(*KV_DTYPES),
+        does="the worker keeps KV in this format, RoPE dims in BF16 where it is an FP8 one",
+        quiet=("auto",),
     ),
     Entry(
         name="--quantization",
         promise="Weight and activation scheme, checked against the checkpoint.",
         ours="worker.quantization",
         parse=one_of(*SCHEMES),
+        does="the worker rounds as this scheme does, if the checkpoint has its format",
+        quiet=("auto", "exact"),
     ),
     Entry(
         name="--enable-torch-compile",
@@ -323,8 +339,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="How boldly batches are built.",
         ours="scheduler.conservativeness",
         parse=positive,
-        needs="admission by predicted output length",
-        meanwhile="every admitted request has its pages reserved",
+        does="admission keeps room for this share of the expected output (1 or more: for all of it)",
         invented=True,
     ),
     Entry(
@@ -370,8 +385,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="How many resume points are kept per prefix.",
         ours="scheduler.tail_windows",
         parse=whole(0, 1 << 20),
-        needs="the prefix cache's retention policy",
-        meanwhile="resume points are not kept on purpose",
+        does="keeps so many resume points inside each long prompt, beside those at its end and where prompts part",
         invented=True,
     ),
     Entry(
@@ -379,8 +393,9 @@ VARIABLES: tuple[Entry, ...] = (
         promise="What the prefix cache drops first.",
         ours="scheduler.evict_policy",
         parse=one_of(*EVICT_POLICIES),
-        needs="the prefix cache's retention policy",
-        meanwhile="nothing is kept to be dropped",
+        needs="another order of eviction",
+        meanwhile="what was used least recently goes first",
+        quiet=("lru",),
         invented=True,
     ),
 )
@@ -391,10 +406,10 @@ def answer(entry: Entry, given: str, name: str = "") -> Answer:
     name = name or entry.name
     value = True if entry.switch else entry.parse(given)
     shown = name if entry.switch else f"{name}{' ' if name.startswith('--') else '='}{given}"
-    if not entry.needs:
-        return Answer(entry, given, value, "applied", f"{shown}: {entry.says}" if entry.says else "")
     if value in entry.quiet:
-        return Answer(entry, given, value, "applied", "")
+        return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): it runs like this anyway")
+    if not entry.needs:
+        return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): {entry.does}")
     origin = "; SGLang never had this name" if entry.invented else ""
     line = f"recognised: {shown} ({entry.ours}{origin}) needs {entry.needs}, which is not built yet; {entry.meanwhile}"
     return Answer(entry, given, value, "recognised", line)

@@ -9,6 +9,7 @@ import time
 
 import click
 
+from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint, get_answer
 from meshkit.cli.screen import Screen, shared_options
 
@@ -21,7 +22,7 @@ TARGETS = {
 }
 
 
-@click.command()
+@command()
 @click.argument("service", type=click.Choice([*TARGETS, "mesh"]))
 @click.option("--target", metavar="ADDRESS", help="http://HOST:PORT, unix:PATH or HOST:PORT.")
 @click.option("--live", is_flag=True, help="Only: does the process work? Not: can it do its job now?")

@@ -47,6 +47,14 @@ class Endpoint:
         return f"http{'s' if self.tls else ''}://{host}:{self.port}{self.prefix}"
 
 
+class StatusError(ConnectionError):
+    """Somebody answers, but not with 200. `message` is the server's own."""
+
+    def __init__(self, path: str, status: int, message: str) -> None:
+        super().__init__(f"GET {path} answered {status}: {message}")
+        self.status, self.message = status, message
+
+
 class Response:
     """An open response: status and headers are there, the body is read from `lines` or `text`."""
 
@@ -138,11 +146,11 @@ async def get_answer(endpoint: Endpoint, path: str, timeout_s: float = 1.0) -> t
 
 
 async def get_json(endpoint: Endpoint, path: str, *, api_key: str = "", timeout_s: float = 5.0) -> Any:
-    """The JSON body of a GET; a status other than 200 raises ConnectionError with the body's beginning."""
+    """The JSON body of a GET; a status other than 200 raises StatusError."""
     async with request(endpoint, "GET", path, api_key=api_key, timeout_s=timeout_s) as response:
         text = await response.text()
         if response.status != 200:
-            raise ConnectionError(f"GET {path} answered {response.status}: {text[:200]}")
+            raise StatusError(path, response.status, error_text(text))
         return json.loads(text)
 
 

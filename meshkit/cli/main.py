@@ -12,8 +12,10 @@ import traceback
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 from meshkit import __doc__ as _about
+from meshkit.cli.help_pages import PagedGroup, search
 from meshkit.cli.screen import Screen
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
@@ -29,6 +31,7 @@ COMMANDS = {
     "config": ("meshkit.cli.config_cmd:config", "Show, check and describe the configuration."),
     "health": ("meshkit.cli.health:health", "Ask one service if it is ready (exit 0 or 1), for health checks."),
     "demo": ("meshkit.cli.demo:demo", "Start a mesh, stream one answer, stop, say how to go on."),
+    "completion": ("meshkit.cli.completion:completion", "Print the completion script of bash, zsh or fish."),
     "gateway": ("meshkit.cli.services:gateway", "Run the HTTP gateway alone."),
     "scheduler": ("meshkit.cli.services:scheduler", "Run the scheduler alone."),
     "worker": ("meshkit.cli.services:worker", "Run a worker alone."),
@@ -37,7 +40,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(PagedGroup):
     """A group that knows its commands by name and imports one when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -56,7 +59,22 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Name and line of each command, without importing any."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line_of(name)) for name in COMMANDS])
+
+    def page(self, ctx: click.Context, topic: str) -> str:
+        """`--help COMMAND` is that command's help; other words are searched for in all commands."""
+        if not topic:
+            return ctx.get_help()
+        if topic in COMMANDS:
+            found = self.get_command(ctx, topic)
+            assert found is not None, topic
+            return found.get_help(click.Context(found, info_name=topic, parent=ctx))
+        return search([(name, line_of(name), self.get_command(ctx, name)) for name in COMMANDS], ctx, topic)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Commands by name, imported by nobody, then the root's own options."""
+        names = [CompletionItem(name, help=line_of(name)) for name in COMMANDS if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -69,6 +87,14 @@ class LazyGroup(click.Group):
             hint = f" Did you mean {near[0]!r}?" if near else " `v4mesh --help` lists them."
             raise click.UsageError(f"no command named {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
+
+
+def line_of(name: str) -> str:
+    """A command's line of help; a service that this version does not hold is marked."""
+    from meshkit.cli.services import PACKAGES, is_there
+
+    built = name not in PACKAGES or is_there(name)
+    return COMMANDS[name][1] if built else f"(not built yet) {COMMANDS[name][1]}"
 
 
 def normalize(token: str) -> str:

@@ -79,7 +79,8 @@ def run_mesh(
 ) -> int:
     """Run until Ctrl-C or SIGTERM, or until `work` (called in a thread once all is ready) has returned.
 
-    Returns the exit status: 0 after a clean stop, `work`'s result, or that of the service that cannot run here.
+    Returns the exit status: 0 after a clean stop (130 when Ctrl-C asked for it) or `work`'s result. A service that
+    cannot run here raises ProblemsError with its cause and its status, so that the cause is the last thing said.
     """
     found = [*problems, *preflight(plan)]
     if found:
@@ -91,7 +92,10 @@ def run_mesh(
         if plan.port == 0:
             plan = replace(plan, port=free_port(plan.host))
         with open_progress(screen, list(plan.command_lines(run_dir)), show_log=show_log) as progress:
-            return asyncio.run(_run(plan, run_dir, progress, on_ready, work))
+            status = asyncio.run(_run(plan, run_dir, progress, on_ready, work))
+        if progress.cause is not None:
+            raise ProblemsError(progress.cause)
+        return status
     finally:
         if plan.run_dir is None:
             shutil.rmtree(run_dir, ignore_errors=True)
@@ -107,7 +111,18 @@ async def _run(
     started = time.monotonic()
     supervisor = Supervisor(_specs(plan, run_dir, progress), on_event=progress.event, on_line=progress.line)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        supervisor.stop()
+
+    def ended(status: int) -> int:
+        return int(Exit.INTERRUPTED) if interrupted and status == 0 else status
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
     running = asyncio.create_task(supervisor.run())
     ticking = asyncio.create_task(_tick(progress))
@@ -115,17 +130,17 @@ async def _run(
     try:
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
-            return running.result()
+            return ended(running.result())
         progress.finish_start()
         on_ready(plan, time.monotonic() - started)
         if work is None:
-            return await running
+            return ended(await running)
         working = asyncio.create_task(asyncio.to_thread(work, plan, supervisor.pids))
         await asyncio.wait([running, working], return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             return running.result() or int(Exit.INTERRUPTED)
         supervisor.stop()
-        return working.result() or await running
+        return working.result() or ended(await running)
     finally:
         ticking.cancel()
         ready.cancel()

@@ -5,18 +5,22 @@ Each check returns the problems it sees; `up` reports them together and starts n
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import socket
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from meshkit.address import MAX_UNIX_PATH, Address
 from meshkit.address import check_port as _check_port
+from meshkit.api_keys import read_api_keys
 from meshkit.cli.model_folder import cpu_bytes, weight_bytes
-from meshkit.errors import PortError
+from meshkit.errors import ConfigError, PortError
 from meshkit.exit_codes import Exit, Problem
+from meshkit.numerics_names import FOREIGN_SCHEMES
 
 NEEDED = {"worker": "torch", "gateway": "aiohttp"}
 LONGEST_SOCKET_NAME = "/scheduler.sock"
@@ -67,6 +71,39 @@ def check_memory(model: Path) -> list[Problem]:
     )
     fact = f"{model.name} does not fit into this machine's memory"
     return [Problem("MEMORY", Exit.MEMORY, fact, "a machine with more memory, or the demo model: v4mesh up", details)]
+
+
+def check_api_keys(path: str) -> list[Problem]:
+    """Can the gateway read its keys? Nothing to say where none are wanted."""
+    if not path:
+        return []
+    try:
+        read_api_keys(Path(path))
+    except ConfigError as e:
+        return [Problem(e.code, Exit(e.exit_code), e.message)]
+    return []
+
+
+def check_scheme(model: Path, scheme: str) -> list[Problem]:
+    """compressed-tensors is a format of the checkpoint, not a switch: refuse it for any other checkpoint."""
+    if scheme.lower() not in FOREIGN_SCHEMES:
+        return []
+    held = read_model_config(model).get("quantization_config")
+    method = held.get("quant_method") if isinstance(held, dict) else None
+    if method == scheme.lower():
+        fact = f"this checkpoint is in the {method} format, whose loader is not built yet"
+        return [Problem("FLAG", Exit.CONFIG, f"--quantization {scheme}: {fact}", "use DeepSeek's original checkpoint")]
+    fact = f"--quantization {scheme}: this checkpoint's format is {method}"
+    return [Problem("FLAG", Exit.CONFIG, fact, "leave the flag out: native formats are found without it")]
+
+
+def read_model_config(model: Path) -> dict[str, Any]:
+    """config.json, or nothing: `check_model_folder` says what is wrong with it."""
+    try:
+        data = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def make_run_folder(wanted: str | None, runtime_dir: str | None) -> Path:

@@ -5,6 +5,7 @@ that a log never looks dead. Writes to stderr only and decides nothing.
 """
 
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -12,13 +13,15 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from meshkit.cli.screen import Screen
-from meshkit.exit_codes import is_permanent
+from meshkit.exit_codes import Exit, Problem, is_permanent
 from meshkit.supervisor import ServiceEvent
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 WAITING_EVERY_S = 5.0
+REFUSAL = re.compile(r"([A-Z][A-Z_]+)  (\S.*)")
+BUG_NOTE = "this is a bug"
 COLORS = ("cyan", "yellow", "green")
 
 
@@ -35,6 +38,7 @@ class Progress:
         self.why: dict[str, str] = {}  # what a service's probe was told last
         self.last_line: dict[str, str] = {}
         self.words: dict[str, tuple[str, ...]] = {}
+        self.cause: Problem | None = None  # why everything ends, once a service has given up
         self.t0 = time.monotonic()
         self._said_at = self.t0
         self._starting = True
@@ -60,6 +64,7 @@ class Progress:
                 why = "a restart would not help" if is_permanent(event.status) else "it never got ready"
                 self._service(name, f"{how_it_ended(event.status)}; given up: {why}", "red")
                 self._last_words(event)
+                self.cause = cause_of(event)
             case "stopped":
                 self.state[name] = "stopped"
                 if event.status not in (0, -signal.SIGTERM):
@@ -168,6 +173,17 @@ def how_it_ended(status: int) -> str:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"killed by signal {-status}"
+
+
+def cause_of(event: ServiceEvent) -> Problem:
+    """Why a service cannot run here: the refusal among its last lines (`CODE  fact`), else the last of them."""
+    status = Exit(event.status) if event.status in set(Exit) and event.status else Exit.BUG
+    lines = [line for line in event.last_lines if line.strip() and not line.startswith(BUG_NOTE)]
+    for line in reversed(lines):
+        if found := REFUSAL.match(line):
+            return Problem(found[1], status, f"{event.service}: {found[2]}")
+    said = lines[-1].strip() if lines else how_it_ended(event.status)
+    return Problem("SERVICE", status, f"{event.service}: {said}")
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Screen:
 
     def colors(self, stream: TextIO) -> bool:
         """True if escape codes may go to this stream."""
-        from meshkit.config import environment  # loads numpy: not for --help
+        from meshkit.config import environment  # not for --help
 
         env = environment()
         if self.no_color or env.get("NO_COLOR"):

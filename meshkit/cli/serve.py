@@ -4,16 +4,17 @@ Every flag and variable of `flag_table` is parsed; each has its effect or is ans
 it needs. Impossible values and layouts are refused together, before anything starts. The rest is `up`.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from meshkit.cli.config_file import check_config, config_path
 from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import MeshPlan, run_mesh
+from meshkit.cli.preflight import check_api_keys, check_scheme, read_model_config
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.cli.up import UpConfig, banner, plan_or_refuse, print_commands, warn_if_open
 from meshkit.config import environment, load
@@ -22,15 +23,17 @@ from meshkit.exit_codes import Exit, Problem, ProblemsError
 UP_FIELDS = ("host", "port", "kv_cache_dtype", "quantization")  # flags of the guide that `up` has too
 
 
-def guide_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
     """One click option per flag of the table; values stay text, so that one place judges them."""
     for entry in reversed(FLAGS):
         names = (entry.name, *entry.aliases, entry.field)
-        command = click.option(*names, is_flag=entry.switch, default=None, help=entry.promise)(command)
-    return command
+        waits = bool(entry.needs)  # help shows first what has its effect
+        text = f"{entry.promise} (waits for {entry.needs})" if waits else entry.promise
+        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=waits)(wanted)
+    return wanted
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @guide_options
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
@@ -52,6 +55,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value
     problems += check_config(file)
     plan = plan_or_refuse(config, file, problems)
+    plan = replace(plan, scheduler_flags=(*plan.scheduler_flags, *scheduler_flags(answers)))
     problems += check_scheme(plan.model, config.quantization)
     if problems and launcher == "print":
         raise ProblemsError(problems)
@@ -60,8 +64,19 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     if launcher == "print":
         print_commands(screen, plan)
         return int(Exit.OK)
+    problems += check_api_keys(config.api_key_file)
     warn_if_open(screen, config)
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
+
+
+def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
+    """The scheduler's options that were asked for under the guide's names and have their effect."""
+    flags: list[str] = []
+    for found in answers:
+        section, _, key = found.entry.ours.partition(".")
+        if section == "scheduler" and found.status == "applied":
+            flags += [f"--{key.replace('_', '-')}", str(found.value)]
+    return tuple(flags)
 
 
 def understand(
@@ -75,35 +90,12 @@ def understand(
 
 
 def remarks(answers: list[Answer], plan: MeshPlan) -> list[str]:
-    """One line per answer that has something to say."""
+    """One line per flag or variable that was given: what it did, or what it waits for."""
     lines = []
-    groups = _model_config(plan.model).get("o_groups")
+    groups = read_model_config(plan.model).get("o_groups")
     for found in answers:
         line = found.line
-        if line and found.entry.name == "--tp" and isinstance(groups, int) and found.value > groups:
+        if found.entry.name == "--tp" and isinstance(groups, int) and found.value > groups:
             line += f" (and {plan.name} allows at most {groups}: its o_groups)"
-        if line:
-            lines.append(line)
+        lines.append(line)
     return lines
-
-
-def check_scheme(model: Path, scheme: str) -> list[Problem]:
-    """compressed-tensors is a format of the checkpoint, not a switch: refuse it for any other checkpoint."""
-    if scheme != "compressed-tensors":
-        return []
-    held = _model_config(model).get("quantization_config")
-    method = held.get("quant_method") if isinstance(held, dict) else None
-    if method == "compressed-tensors":
-        fact = "this checkpoint is in the compressed-tensors format, whose loader is not built yet"
-        return [Problem("FLAG", Exit.CONFIG, f"--quantization {scheme}: {fact}", "use DeepSeek's original checkpoint")]
-    fact = f"--quantization {scheme}: this checkpoint's format is {method}"
-    return [Problem("FLAG", Exit.CONFIG, fact, "leave the flag out: native formats are found without it")]
-
-
-def _model_config(model: Path) -> dict[str, Any]:
-    """config.json, or nothing: the checks before start say what is wrong with it."""
-    try:
-        data = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from meshkit.cli.http_client import Endpoint, error_text, get_json, request
+from meshkit.cli.http_client import Endpoint, StatusError, error_text, get_json, request
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
 OnDelta = Callable[[Literal["reasoning", "content"], str], None]
@@ -103,15 +103,28 @@ def _take(turn: Turn, event: dict[str, Any], at_s: float, on_delta: OnDelta) -> 
 
 
 async def first_model(endpoint: Endpoint, api_key: str = "") -> str:
-    """The name of the model served there; PEER if nobody answers, with what to type."""
+    """The name of the model served there; a problem that says what to do if there is none, or we may not ask."""
     try:
         models = await get_json(endpoint, "/v1/models", api_key=api_key)
         return str(models["data"][0]["id"])
+    except StatusError as e:
+        raise ProblemsError(refusal(endpoint, e.status, e.message, with_key=bool(api_key))) from e
     except (OSError, TimeoutError) as e:
         raise ProblemsError(no_mesh(endpoint, e)) from e
     except (LookupError, TypeError, ValueError) as e:
         fact = f"{endpoint}/v1/models does not answer like a mesh ({type(e).__name__}: {e})"
         raise ProblemsError(Problem("PEER", Exit.PEER, fact, "check --url")) from e
+
+
+def refusal(endpoint: Endpoint, status: int, message: str, *, with_key: bool) -> Problem:
+    """What an answer other than 200 means. A missing or wrong key is ours to mend: CONFIG, not PEER."""
+    if status != 401:
+        return Problem("REFUSED", Exit.PEER, message)
+    if with_key:
+        fix = "the gateway started with another key file: give --api-key-file one of its keys"
+        return Problem("UNAUTHORIZED", Exit.CONFIG, f"{endpoint} does not know this API key", fix)
+    fix = "--api-key-file FILE, or the variable V4MESH_API_KEY"
+    return Problem("UNAUTHORIZED", Exit.CONFIG, f"{endpoint} wants an API key", fix)
 
 
 def no_mesh(endpoint: Endpoint, error: BaseException) -> Problem:

@@ -13,13 +13,15 @@ import click
 
 from meshkit.cli.clients import client_snippets
 from meshkit.cli.config_file import check_config, config_path
+from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
 from meshkit.cli.model_folder import find_model
-from meshkit.cli.preflight import check_port
+from meshkit.cli.preflight import check_api_keys, check_port, check_scheme
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import FieldError, load
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.models import served_name
+from meshkit.numerics_names import KV_DTYPES, SCHEMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class UpConfig:
     served_model_name: str = ""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT  # 0: a free one
+    backend: str = "model"  # sim: no model is run, answers come from a hash in the time a GPU would take
     device: str = "cpu"
     quantization: str = ""
     kv_cache_dtype: str = ""
@@ -40,16 +43,22 @@ class UpConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise FieldError("port", "must be 0 (a free one) to 65535")
+        if self.backend not in ("model", "sim"):
+            raise FieldError("backend", "must be model or sim")
         if self.device != "cpu":
             raise FieldError("device", "must be cpu: the forward pass on GPUs is not built yet")
+        for name, there in (("kv_cache_dtype", KV_DTYPES), ("quantization", SCHEMES)):
+            if (given := getattr(self, name)) and given.lower() not in there:
+                raise FieldError(name, f"must be one of {', '.join(there)}")
 
 
-@click.command()
+@command()
 @click.argument("model", required=False)
 @click.option("--model-path", "--model", "model_path", metavar="DIR", help="Same as MODEL.")
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
 @click.option("--host", help="Address to listen on (default 127.0.0.1); 0.0.0.0 for all.")
 @click.option("--port", type=int, help=f"Default {DEFAULT_PORT}; 0: a free one.")
+@click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
 @click.option("--device", help="Where the worker computes (default cpu).")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
@@ -81,9 +90,13 @@ def up(
     if print_clients:
         screen.result(client_snippets(plan.url, plan.name))
         return int(Exit.OK)
+    problems += check_scheme(plan.model, config.quantization)
     if launcher == "print":
+        if problems:
+            raise ProblemsError(problems)
         print_commands(screen, plan)
         return int(Exit.OK)
+    problems += check_api_keys(config.api_key_file)
     warn_if_open(screen, config)
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
 
@@ -110,6 +123,8 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     elif not is_loopback(config.host):
         gateway += ["--insecure"]  # asked for by naming an address beyond loopback; `warn_if_open` says what it means
     worker = ["--served-model-name", name, "--device", config.device]
+    if config.backend == "sim":
+        worker += ["--backend", "sim"]
     if config.quantization:
         worker += ["--quantization", config.quantization]
     if config.kv_cache_dtype:

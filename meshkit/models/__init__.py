@@ -12,8 +12,8 @@ from typing import Final
 from meshkit.config import env
 from meshkit.errors import ModelDirError, PermError
 
-DEFAULT_MODEL: Final = Path(__file__).parent / "v4-nano-trial"
-DEFAULT_NAMES: Final = ("v4-nano", "v4-nano-trial", "nano", "")
+DEFAULT_MODEL: Final = Path(__file__).parent / "v4-nano"
+DEFAULT_NAMES: Final = ("v4-nano", "nano", "")
 _CONFIG: Final = "config.json"
 
 

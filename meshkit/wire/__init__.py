@@ -22,6 +22,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "Link",
     "decode",
+    "decode_explain",
     "decode_submit",
     "decode_submit_reply",
     "dumps",
@@ -77,6 +78,11 @@ def decode(message: StreamMessage) -> Envelope:
 
 def encode_submit(submit: Submit) -> scheduler_pb2.SubmitRequest:
     return _checked(gateway_link.put_submit, submit)
+
+
+def decode_explain(message: scheduler_pb2.ExplainRequest) -> tuple[bytes, ...]:
+    """Page keys of the prompt asked about."""
+    return gateway_link.get_explain(message)
 
 
 def decode_submit(message: scheduler_pb2.SubmitRequest) -> Submit:

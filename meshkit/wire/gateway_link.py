@@ -21,6 +21,7 @@ from meshkit.frames import (
     TokenFrame,
     Verdict,
 )
+from meshkit.pages import NAMESPACE_BYTES
 from meshkit.types import PAGE_TOKENS, FinishReason, RequestId
 from meshkit.wire import columns as c
 from meshkit.wire import shared
@@ -47,6 +48,7 @@ def put_submit(submit: Submit) -> pb.SubmitRequest:
         page_keys=c.put_keys(submit.page_keys, "page_keys"),
         kill_count=submit.kill_count,
         traceparent=submit.traceparent,
+        namespace=submit.namespace,
     )
 
 
@@ -55,6 +57,8 @@ def get_submit(message: pb.SubmitRequest) -> Submit:
     keys = c.get_keys(message.page_keys, "page_keys")
     if len(keys) > len(prompt) // PAGE_TOKENS:
         raise WireError(f"page_keys: {len(keys)} keys, a prompt of {len(prompt)} tokens fills fewer pages")
+    if len(message.namespace) not in (0, NAMESPACE_BYTES):
+        raise WireError(f"namespace: {len(message.namespace)} bytes; send {NAMESPACE_BYTES}, or none")
     c.get_int(len(message.choices), "number of choices", low=1, high=MAX_CHOICES)
     return Submit(
         attach_id=message.attach_id,
@@ -78,7 +82,17 @@ def get_submit(message: pb.SubmitRequest) -> Submit:
         priority=message.priority,
         kill_count=c.get_int(message.kill_count, "kill_count"),
         traceparent=c.get_text(message.traceparent, "traceparent"),
+        namespace=message.namespace,
     )
+
+
+def get_explain(message: pb.ExplainRequest) -> tuple[bytes, ...]:
+    keys = c.get_keys(message.page_keys, "page_keys")
+    if len(keys) != message.tokens // PAGE_TOKENS:
+        raise WireError(
+            f"page_keys: {len(keys)} keys, {message.tokens} tokens fill {message.tokens // PAGE_TOKENS} pages"
+        )
+    return keys
 
 
 def put_submit_reply(reply: SubmitReply) -> pb.SubmitReply:

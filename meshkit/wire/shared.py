@@ -60,6 +60,7 @@ def put_model(model: ModelInfo) -> pb.ModelInfo:
         max_context=model.max_context,
         eos_ids=c.put_i32(model.eos_ids),
         kv_layout_id=model.kv_layout_id,
+        layers=model.layers,
     )
 
 
@@ -71,6 +72,7 @@ def get_model(message: pb.ModelInfo) -> ModelInfo:
         max_context=c.get_int(message.max_context, "model.max_context", low=1),
         eos_ids=c.get_ints(message.eos_ids, "model.eos_ids"),
         kv_layout_id=c.get_text(message.kv_layout_id, "model.kv_layout_id"),
+        layers=c.get_int(message.layers, "model.layers"),
     )
 
 

@@ -5,11 +5,16 @@ in the dump (none may miss if log-probabilities are wanted). It goes on by a chu
 is exact whether it was in prefill or in decode.
 """
 
-from meshkit.frames import DumpSlot, PublishedTail
+import numpy as np
+
+from meshkit.frames import DumpSlot, PublishedPage, PublishedTail
 from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
+from scheduler_svc.core.prefix import Hold
+from scheduler_svc.core.rebuild import rebuild
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
 from scheduler_svc.core.state import Closing, Orphan, Rank, State, Worker, emit
+from scheduler_svc.core.tails import save_points
 
 
 def finish_dump(st: State, worker: Worker) -> None:
@@ -18,26 +23,10 @@ def finish_dump(st: State, worker: Worker) -> None:
     pages = [page for dump in worker.dumps for page in dump.pages]
     tails = [tail for dump in worker.dumps for tail in dump.tails]
     worker.dumps = []
-    orphans = [_orphan(st, worker, slot, tails) for slot in slots]
     for rank in worker.ranks:
-        mine = [o for o in orphans if o.rank is rank]
-        rank.slots.settle(o.slot for o in mine)
-        rank.pages.settle(p for o in mine for p in o.pages)
-        rank.tails.settle(t for o in mine for t in (o.spare, o.base) if t >= 0)
+        _open_rank(st, worker, rank, slots, pages, tails)
+    orphans = [_orphan(st, worker, slot) for slot in slots]
     worker.gen = max([worker.gen, *(s.slot_gen for s in slots), *(p.page_gen for p in pages)])
-    for page in pages:
-        rank = worker.ranks[page.page // worker.hello.pages]
-        if rank.pages.run[page.page - rank.pages.base] and page.key not in worker.by_key:
-            worker.published[page.page] = page.key
-            worker.by_key[page.key] = page.page
-        else:
-            worker.retire_pages.append(page.page)
-    for tail in tails:
-        rank = worker.ranks[tail.tail // worker.hello.tails]
-        if rank.tails.run[tail.tail - rank.tails.base] and tail.page in worker.published:
-            worker.published_tails[tail.tail] = tail.page
-        else:
-            worker.retire_tails.append(tail.tail)
     worker.serving = True
     st.dumped[worker.name] = True
     for slot, orphan in zip(slots, orphans, strict=True):
@@ -77,16 +66,47 @@ def dump_error(worker: Worker) -> str:
     return ""
 
 
-def _orphan(st: State, worker: Worker, slot: DumpSlot, tails: list[PublishedTail]) -> Orphan:
-    """A dumped slot with the latest published tail that lies on its pages."""
-    base, base_pos = -1, 0
-    at = {page: (i + 1) * PAGE_TOKENS for i, page in enumerate(slot.pages)}
-    for tail in tails:
-        pos = at.get(tail.page, 0)
-        if base_pos < pos <= slot.length and tail.tail != slot.spare:
-            base, base_pos = tail.tail, pos
+def _open_rank(
+    st: State,
+    worker: Worker,
+    rank: Rank,
+    slots: list[DumpSlot],
+    pages: list[PublishedPage],
+    tails: list[PublishedTail],
+) -> None:
+    """Rebuild the index of one rank and open its pools. What the index does not take is retired, and free."""
+    hello = worker.hello
+    mine = [slot for slot in slots if slot.slot // hello.slots == rank.index]
+    st.index.add_pool(
+        rank.pool,
+        first_page=rank.pages.base,
+        pages=hello.pages,
+        first_tail=rank.tails.base,
+        tails=hello.tails,
+        protected_tails=hello.tails // 2,
+    )
+    refused_pages, refused_tails = rebuild(
+        st.index,
+        rank.pool,
+        [page for page in pages if page.page // hello.pages == rank.index],
+        [tail for tail in tails if tail.tail // hello.tails == rank.index],
+        st.now,
+    )
+    worker.retire_pages += refused_pages
+    worker.retire_tails += refused_tails
+    there = st.index.pools[rank.pool]
+    rank.slots.settle(slot.slot for slot in mine)
+    rank.pages.settle((page for slot in mine for page in slot.pages), there.trie.page[there.trie.page >= 0].tolist())
+    rank.tails.settle(
+        (slot.spare for slot in mine if slot.spare >= 0),
+        (np.flatnonzero(there.tails.row >= 0) + rank.tails.base).tolist(),
+    )
+
+
+def _orphan(st: State, worker: Worker, slot: DumpSlot) -> Orphan:
+    rank = worker.ranks[slot.slot // worker.hello.slots]
     return Orphan(
-        rank=worker.ranks[slot.slot // worker.hello.slots],
+        rank=rank,
         slot=slot.slot,
         gen=slot.slot_gen,
         attempt=slot.attempt,
@@ -97,10 +117,24 @@ def _orphan(st: State, worker: Worker, slot: DumpSlot, tails: list[PublishedTail
         pages=list(slot.pages),
         spare=slot.spare,
         spare_pos=slot.spare_pos if 0 <= slot.spare_pos <= slot.length else 0,
-        base=base,
-        base_pos=base_pos,
         since_ns=st.now,
+        hold=_hold(st, rank, slot.pages),
     )
+
+
+def _hold(st: State, rank: Rank, pages: tuple[int, ...]) -> Hold:
+    """Hold a dumped slot's chain down to its last published page; in between there may be twins of private ones."""
+    trie = st.index.pools[rank.pool].trie
+    hold = st.index.hold(rank.pool)
+    rows = trie.row_of_page[np.array(pages, np.int32) - trie.base]
+    known = np.flatnonzero(rows >= 0)
+    if len(known):
+        chain = [int(rows[known[-1]])]
+        while (above := int(trie.parent[chain[-1]])) >= 0:
+            chain.append(above)
+        hold.rows = np.array(chain[::-1], np.int32)
+        trie.acquire(hold.rows, st.now)
+    return hold
 
 
 def claim(st: State, req: Request) -> None:
@@ -118,8 +152,8 @@ def claim(st: State, req: Request) -> None:
 
 
 def _close_orphan(worker: Worker, orphan: Orphan) -> None:
-    tails = [t for t in (orphan.spare, orphan.base) if t >= 0]
-    worker.closing.append(Closing(orphan.rank, orphan.slot, orphan.gen, orphan.pages, tails))
+    tails = [orphan.spare] if orphan.spare >= 0 else []
+    worker.closing.append(Closing(orphan.rank, orphan.slot, orphan.gen, orphan.pages, tails, orphan.hold))
 
 
 def drop_orphan(st: State, worker: Worker, key: tuple[bytes, int]) -> None:
@@ -157,7 +191,7 @@ def _adopt(st: State, worker: Worker, orphan: Orphan, seq: Seq) -> bool:
     st.count("slots_adopted")
     _place(worker, orphan.rank, orphan, seq)
     base = len(seq.emitted)
-    seq.emitted.extend(ids)
+    seq.extend(ids)
     reason = finish.reason_for(st, seq) if seq.emitted else FinishReason.NONE
     if reason is not FinishReason.NONE:
         finish.end(st, seq, reason, base=base, ids=ids)
@@ -174,7 +208,9 @@ def _place(worker: Worker, rank: Rank, orphan: Orphan, seq: Seq) -> None:
     seq.pages = orphan.pages
     seq.length = seq.fed = orphan.length
     seq.spare, seq.spare_pos = orphan.spare, orphan.spare_pos
-    seq.base, seq.base_pos = orphan.base, orphan.base_pos
+    seq.hold = orphan.hold
+    seq.write_from = seq.sealed * PAGE_TOKENS
+    seq.points = [p for p in save_points(seq.length, len(seq.req.prompt), ()) if p[0] >= seq.write_from]
     seq.phase = Phase.PREFILL
     finish.add_running(worker, seq)
     worker.sealing.append(seq)

@@ -147,6 +147,7 @@ def worker_hello(st: State, conn: Conn, hello: WorkerHello) -> None:
     ranks = [
         Rank(
             r,
+            (hello.group, r),
             Pool(r * hello.pages, hello.pages),
             Pool(r * hello.tails, hello.tails),
             Pool(r * hello.slots, hello.slots),
@@ -234,8 +235,7 @@ def _worker_lost(st: State, worker: Worker, *, planned: bool) -> None:
     if not planned:
         st.lost[worker.name] = Lost(worker.hello.boot, st.now)
     for rank in worker.ranks:
-        for seq in rank.keepers:
-            seq.kept = None
+        st.index.drop_pool(rank.pool)
     placed: list[Seq] = [*worker.running, *worker.preempting]
     touched: dict[bytes, Request] = {}
     for seq in placed:

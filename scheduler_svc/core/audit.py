@@ -1,17 +1,33 @@
 """Recounts: every pool, reference and list against what the tables say. For tests, the simulator and GetLoad."""
 
 from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
 
 from meshkit.types import PAGE_TOKENS, FinishReason
-from scheduler_svc.core.finish import tails_of
+from scheduler_svc.core import rebuild
 from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.prefix import Hold
 from scheduler_svc.core.request import Phase, Seq, pages_for
+from scheduler_svc.core.seal import tails_of
 from scheduler_svc.core.state import Rank, State, Worker
 
 
 def adds_up(st: State) -> bool:
-    """The cheap part: class sizes of every pool."""
-    return all(p.adds_up() for w in st.workers.values() for r in w.ranks for p in (r.pages, r.tails, r.slots))
+    """The cheap part, done at every step: class sizes of every pool, and what the index says of them."""
+    for worker in st.workers.values():
+        for rank in worker.ranks:
+            if not (rank.pages.adds_up() and rank.tails.adds_up() and rank.slots.adds_up()):
+                return False
+            there = st.index.pools.get(rank.pool)
+            if there is not None and (
+                there.trie.n_pages != rank.pages.known
+                or there.tails.n != rank.tails.known
+                or (there.trie.idle > rank.pages.cached and not worker.closing)
+            ):
+                return False
+    return True
 
 
 def gauges(st: State) -> dict[str, int]:
@@ -27,59 +43,79 @@ def gauges(st: State) -> dict[str, int]:
     return out
 
 
-def check(st: State) -> None:
-    """AssertionError names the first difference between the tables and a recount."""
+def recount(st: State) -> None:
+    """Every place and every reference of the pools, in columns. AssertionError names the first difference."""
     for worker in st.workers.values():
-        assert st.conns[worker.conn].owner is worker, "an attached worker owns its stream"
         for rank in worker.ranks:
             _check_rank(st, worker, rank)
-        _check_published(worker)
+    found = {pool: np.zeros(len(there.trie.refs), np.int32) for pool, there in st.index.pools.items()}
+    for hold in holds(st):
+        found[hold.pool][hold.rows] += 1
+    for pool, there in st.index.pools.items():
+        assert (found[pool] == there.trie.refs)[there.trie.page >= 0].all(), f"{pool}: references of a page are off"
+        idle = np.count_nonzero((there.trie.page >= 0) & (there.trie.refs == 0))
+        assert idle == there.trie.idle, f"{pool}: the count of idle pages is off"
+
+
+def check(st: State) -> None:
+    """All there is: the recount, the index row by row, and every list. AssertionError names the first difference."""
+    recount(st)
+    for worker in st.workers.values():
+        assert st.conns[worker.conn].owner is worker, "an attached worker owns its stream"
+        _check_pending(worker)
         assert len(worker.inflight) <= st.limits.depth, "more frames in flight than the depth"
+    rebuild.check(st.index, holds(st))
     _check_seqs(st)
 
 
 def _check_rank(st: State, worker: Worker, rank: Rank) -> None:
-    pages: Counter[int] = Counter()
-    tails: Counter[int] = Counter()
-    slots: Counter[int] = Counter()
+    pages: list[int] = []
+    tails: list[int] = []
+    slots: list[int] = []
     for seq in (*worker.running, *worker.preempting):
         if seq.rank == rank.index:
-            pages.update(seq.pages)
-            tails.update(tails_of(seq))
-            slots.update([seq.slot] if seq.slot >= 0 else [])
+            pages += seq.pages
+            tails += tails_of(seq)
+            slots += [seq.slot] if seq.slot >= 0 else []
     for closing in worker.closing:
         if closing.rank is rank:
-            pages.update(closing.pages)
-            tails.update(closing.tails)
-            slots[closing.slot] += 1
+            pages += closing.pages
+            tails += closing.tails
+            slots.append(closing.slot)
     for orphan in worker.orphans.values():
         if orphan.rank is rank:
-            pages.update(orphan.pages)
-            tails.update(t for t in (orphan.spare, orphan.base) if t >= 0)
-            slots[orphan.slot] += 1
-    kept_pages: Counter[int] = Counter()
-    kept_tails: Counter[int] = Counter()
-    for seq in rank.keepers:
-        kept = seq.kept
-        assert kept is not None and kept.worker == worker.name and kept.rank == rank.index, "a keeper keeps here"
-        assert seq.phase is Phase.QUEUED and len(kept.pages) * PAGE_TOKENS == kept.pos, "kept pages end at the tail"
-        kept_pages.update(kept.pages)
-        kept_tails[kept.tail] += 1
-    rank.pages.recount(pages, kept_pages)
-    rank.tails.recount(tails, kept_tails)
-    rank.slots.recount(slots, {})
-    assert all(n == 1 for n in slots.values()), "a slot has two owners"
+            pages += orphan.pages
+            tails += [orphan.spare] if orphan.spare >= 0 else []
+            slots.append(orphan.slot)
+    there = st.index.pools.get(rank.pool)
+    assert (there is not None) == worker.serving, "a serving rank has a pool in the index"
+    rank.slots.recount(slots, ())
+    assert len(set(slots)) == len(slots), "a slot has two owners"
+    if there is None:
+        rank.pages.recount(pages, ())
+        rank.tails.recount(tails, ())
+        return
+    rank.pages.recount(pages, there.trie.page[there.trie.page >= 0])
+    rank.tails.recount(tails, (np.flatnonzero(there.tails.row >= 0) + there.tails.base).astype(np.int32))
+    assert worker.closing or there.trie.idle <= rank.pages.cached, "an idle page is in use"
 
 
-def _check_published(worker: Worker) -> None:
-    assert len(worker.published) == len(worker.by_key), "a page key is published twice"
-    for page, key in worker.published.items():
-        pool = worker.ranks[page // worker.hello.pages].pages
-        assert worker.by_key[key] == page, "key map and page map differ"
-        assert pool.run[page - pool.base] or pool.kept[page - pool.base], "a published page is nobody's"
-    for tail in worker.published_tails:
-        pool = worker.ranks[tail // worker.hello.tails].tails
-        assert pool.run[tail - pool.base] or pool.kept[tail - pool.base], "a published tail is nobody's"
+def _check_pending(worker: Worker) -> None:
+    """What is to be published or retired with the next frame."""
+    assert not set(worker.publishes) & set(worker.retire_pages), "a page is published and retired at once"
+    assert not set(worker.publish_tails) & set(worker.retire_tails), "a tail is published and retired at once"
+    for what, places in (("page", worker.retire_pages), ("tail", worker.retire_tails)):
+        assert len(set(places)) == len(places), f"a {what} is retired twice"
+
+
+def holds(st: State) -> Iterator[Hold]:
+    """Everything that refers to the index."""
+    for worker in st.workers.values():
+        for seq in (*worker.running, *worker.preempting):
+            if seq.hold is not None:
+                yield seq.hold
+        yield from (closing.hold for closing in worker.closing)
+        yield from (orphan.hold for orphan in worker.orphans.values())
 
 
 def _check_seqs(st: State) -> None:
@@ -90,9 +126,14 @@ def _check_seqs(st: State) -> None:
     for worker in st.workers.values():
         flying: Counter[int] = Counter()
         for record in worker.inflight:
-            flying.update(
-                id(row.seq) for row in record.rows if row.gen == row.seq.gen and row.seq.worker == worker.name
-            )
+            flying.update(id(seq) for seq, gen in record.named() if gen == seq.gen and seq.worker == worker.name)
+        lanes = worker.lanes
+        assert lanes.count == np.count_nonzero(lanes.on), "lanes are miscounted"
+        for slot in np.flatnonzero(lanes.on).tolist():
+            seq = lanes.seqs[slot]
+            assert seq.lanes is lanes and seq.slot == slot and seq.gen == lanes.gen[slot], "a lane of another choice"
+            assert seq.phase is Phase.DECODE and len(seq.pages) * PAGE_TOKENS == lanes.room[slot], "a lane is stale"
+            assert lanes.emitted[slot] == len(seq.emitted), "a lane has lost ids"
         for seq in worker.running:
             assert seq.placed and seq.worker == worker.name, "a running choice is placed"
             _check_seq(seq, flying[id(seq)])
@@ -118,4 +159,6 @@ def _check_seq(seq: Seq, flying: int) -> None:
     assert seq.phase is Phase.FORKING or len(seq.pages) >= pages_for(seq.fed), "fed beyond its pages"
     assert seq.length <= seq.fed, "committed more than was fed"
     assert seq.length < seq.total, "the last id has no KV yet"
+    if seq.phase is not Phase.FORKING:
+        assert seq.hold is not None and seq.sealed <= len(seq.pages), "more pages published than it has"
     assert len(seq.pages) <= max(seq.most_pages, pages_for(seq.total)), "more pages than it can ever need"

@@ -1,7 +1,8 @@
 """Booking results: what the rows of a frame did to their choices, and the token rows for the gateways.
 
 Rows are matched by the frame's record, never by id: a row whose choice has ended, moved or been preempted and placed
-again no longer has the generation it was sent with and is ignored.
+again no longer has the generation it was sent with and is ignored. Decode rows of lanes that just go on are booked all
+at once; every other row by itself.
 """
 
 import numpy as np
@@ -9,12 +10,10 @@ import numpy as np
 from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
+from scheduler_svc.core.lanes import I64, Bools
 from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Phase, Seq
 from scheduler_svc.core.state import MS, Record, Row, State, Worker, emit
-
-CHUNK_TOKENS = 16
-"""A step with so many chunk tokens is timed by its tokens."""
 
 _TAKES_IDS = (RowState.SAMPLED, RowState.FINISHED)
 
@@ -22,25 +21,65 @@ _TAKES_IDS = (RowState.SAMPLED, RowState.FINISHED)
 def book(st: State, worker: Worker, record: Record, result: ResultFrame) -> None:
     """Book the oldest frame in flight; the caller has checked the result's shape and taken the record out."""
     st.step = record.step
-    _timing(worker, record, result)
     if result.jit_compiles:
         st.fault("jit_compiles")
+    else:
+        worker.cost.observe(record.shape, result.t_end_ns - result.t_start_ns)
     _spares(worker, record, result)
     entries = _logprob_entries(result.logprobs)
-    states, counts, tokens = result.states.tolist(), result.counts.tolist(), result.tokens.tolist()
-    at = 0
-    for i, row in enumerate(record.rows):
-        ids = tokens[at : at + counts[i]]
-        at += counts[i]
+    ends = np.cumsum(result.counts, dtype=np.int64)
+    rows = [*_book_lanes(st, worker, record, result, ends), *zip(record.rows_at.tolist(), record.rows, strict=True)]
+    for i, row in rows:
+        end = int(ends[i])
+        ids: list[int] = result.tokens[end - int(result.counts[i]) : end].tolist()
         seq = row.seq
         if seq.gen != row.gen or seq.worker != worker.name:
             st.total("stale_rows")
             continue
-        _book_row(st, worker, row, states[i], ids, entries.get(i))
+        _book_row(st, worker, row, int(result.states[i]), ids, entries.get(i))
+        if seq.lanes is None and seq.phase is Phase.DECODE:
+            worker.lanes.enter(seq, finish.stops_of(st, seq))
     for seq in list(worker.preempting):
         if not seq.flying:
             finish.settle_preempted(st, worker, seq)
-    st.total("tokens", len(tokens))
+    st.total("tokens", len(result.tokens))
+
+
+def _book_lanes(st: State, worker: Worker, record: Record, result: ResultFrame, ends: I64) -> list[tuple[int, Row]]:
+    """Book the decode rows of lanes that sampled and go on. Returns the others with their places in the frame."""
+    slots, lanes = record.slots, worker.lanes
+    if not len(slots):
+        return []
+    if record.size == len(slots):  # nothing else in the frame
+        states, counts, last = result.states, result.counts, ends - 1
+    else:
+        at = record.slots_at
+        states, counts, last = result.states[at], result.counts[at], ends[at] - 1
+    sampled = (states == RowState.SAMPLED) & (counts == 1)
+    if not sampled.any():
+        return _one_by_one(record, ~sampled)
+    tokens = result.tokens[np.maximum(last, 0)].astype(np.int64)
+    plain = sampled & lanes.goes_on(slots, record.gens, tokens)
+    others = [] if plain.all() else _one_by_one(record, ~plain)
+    if others:
+        slots, tokens = slots[plain], tokens[plain]
+    bases, lengths = lanes.book(slots, tokens)
+    row, row_gen, cached = lanes.names(slots)
+    attach = lanes.attach[slots]
+    for attach_id in st.listeners:
+        mine = attach == np.uint64(attach_id)
+        if mine.any() and (out := st.outbox(attach_id)) is not None:
+            every = slice(None) if mine.all() else mine
+            out.add_many(row[every], row_gen[every], bases[every], tokens[every], cached[every])
+    worker.sealing.extend(lanes.seqs[slots[lengths % PAGE_TOKENS == 0]])
+    return others
+
+
+def _one_by_one(record: Record, which: Bools) -> list[tuple[int, Row]]:
+    """Rows of lanes as rows of their own, with their places in the frame."""
+    left = np.flatnonzero(which).tolist()
+    gens = record.gens.tolist()
+    return [(int(record.slots_at[i]), Row(record.seqs[i], gens[i], False, 0, 1, True)) for i in left]
 
 
 def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], logprobs: list[Entry] | None) -> None:
@@ -71,15 +110,15 @@ def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], l
         st.fault("unexpected_row_state")
         finish.requeue(st, seq)
         return
-    if seq.chain_open and seq.length // PAGE_TOKENS > seq.sealed:
+    if seq.length // PAGE_TOKENS > seq.sealed:
         worker.sealing.append(seq)
 
 
 def _book_ids(
     st: State, worker: Worker, seq: Seq, ids: list[int], logprobs: list[Entry] | None, *, ended: bool
 ) -> None:
-    base = len(seq.emitted)
-    seq.emitted.extend(ids)
+    base = seq.n_emitted
+    seq.extend(ids)
     reason = finish.reason_for(st, seq)
     if ended and reason is FinishReason.NONE:
         st.fault("finish_without_reason")
@@ -96,34 +135,21 @@ def _book_ids(
 def _spares(worker: Worker, record: Record, result: ResultFrame) -> None:
     """Spare tails the worker refreshed in this frame are current now."""
     for index, pos in zip(result.spare_rows.tolist(), result.spare_positions.tolist(), strict=True):
-        row = record.rows[index]
-        seq = row.seq
-        if seq.gen == row.gen and seq.worker == worker.name and seq.spare >= 0:
+        seq, gen = record.at(index)
+        if seq.gen == gen and seq.worker == worker.name and seq.spare >= 0:
             seq.spare_pos = pos
 
 
-def _timing(worker: Worker, record: Record, result: ResultFrame) -> None:
-    """Moving averages behind the step deadline: steps of decode rows apart from chunks, which cost by their tokens."""
-    took = max(0, result.t_end_ns - result.t_start_ns)
-    if not record.rows:
-        return
-    if record.chunk_tokens < CHUNK_TOKENS:
-        worker.results += 1
-        worker.step_ns += max(0.1, 1 / worker.results) * (took - worker.step_ns)
-    else:
-        worker.chunk_results += 1
-        weight = max(0.1, 1 / worker.chunk_results)
-        worker.chunk_token_ns += weight * (took / record.chunk_tokens - worker.chunk_token_ns)
-
-
 def deadline_ns(st: State, worker: Worker, record: Record) -> int:
-    """How long this frame may run: a multiple of what recent ones like it took, generous until there were some."""
+    """How long this frame may run: a multiple of its predicted time, generous until like frames were timed."""
     limits = st.limits
-    chunked = record.chunk_tokens >= CHUNK_TOKENS
-    if (worker.chunk_results if chunked else worker.results) < limits.warm_steps:
-        return limits.warm_deadline_ms * MS
-    predicted = worker.step_ns + (worker.chunk_token_ns * record.chunk_tokens if chunked else 0)
-    return max(limits.step_deadline_ms * MS, int(limits.step_deadline_factor * predicted))
+    return worker.cost.deadline_ns(
+        record.shape,
+        least_ns=limits.step_deadline_ms * MS,
+        factor=limits.step_deadline_factor,
+        warm_steps=limits.warm_steps,
+        warm_ns=limits.warm_deadline_ms * MS,
+    )
 
 
 def _logprob_entries(columns: LogprobColumns) -> dict[int, list[Entry]]:
@@ -139,26 +165,22 @@ def _logprob_entries(columns: LogprobColumns) -> dict[int, list[Entry]]:
 
 def rows_of_error(record: Record) -> list[Seq]:
     """Whose fault a failed step may be: its chunks, or all rows if it had none."""
-    chunks = [row for row in record.rows if row.chunk]
-    seqs: list[Seq] = []
-    for row in chunks or record.rows:
-        if row.seq.gen == row.gen and row.seq.phase in (Phase.PREFILL, Phase.DECODE, Phase.PREEMPTING):
-            seqs.append(row.seq)
-    return seqs
+    chunks = [(row.seq, row.gen) for row in record.rows if row.chunk]
+    phases = (Phase.PREFILL, Phase.DECODE, Phase.PREEMPTING)
+    return [seq for seq, gen in chunks or record.named() if seq.gen == gen and seq.phase in phases]
 
 
 def check_result(record: Record, result: ResultFrame) -> str:
     """What is wrong with a worker's answer to this frame; empty when nothing is."""
     if result.step != record.step:
         return f"result of step {result.step}, expected {record.step}"
-    if len(result.states) != len(record.rows) or len(result.counts) != len(record.rows):
-        return f"result has {len(result.states)} rows, the frame had {len(record.rows)}"
+    if len(result.states) != record.size or len(result.counts) != record.size:
+        return f"result has {len(result.states)} rows, the frame had {record.size}"
     if int(result.counts.sum()) != len(result.tokens):
         return "counts do not add up to the tokens"
     if len(result.spare_rows) != len(result.spare_positions):
         return "spare columns differ in length"
-    if len(result.spare_rows) and not 0 <= int(result.spare_rows.min()) <= int(result.spare_rows.max()) < len(
-        record.rows
-    ):
+    rows = result.spare_rows
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < record.size:
         return "spare names a row that is not there"
     return ""

@@ -5,6 +5,8 @@ The shell fills it from the configuration file; the simulator draws small ones. 
 
 from dataclasses import dataclass
 
+from scheduler_svc.core.policy import PolicyName
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
@@ -20,6 +22,22 @@ class SchedulerLimits:
     max_choices: int = 128
     bypass: int = 32  # admissions that may pass one waiting choice whose KV does not fit yet
     scan: int = 64  # waiting choices looked at per frame
+    policy: PolicyName = "fcfs"
+    conservativeness: float = 0.0  # share of the expected output for which admission keeps pages free, 0..1
+    quantum: int = 1024  # tokens a waiting tenant earns per round
+    tenant_choices: int = 0  # of one key, waiting and running; 0 = no limit
+    tenant_queue_bytes: int = 0  # of one key's waiting prompts; 0 = no limit
+    first_token_ms: int = 600_000  # a request that would wait longer for its first token is refused
+
+    itl_factor: float = 2.0  # a step with prefill takes at most so many times its decode rows alone, ...
+    prefill_floor: float = (
+        1.5  # ... or so many times what a chunk costs beside its tokens: 1.5 is a third efficient, ...
+    )
+    itl_floor_ms: int = 20  # ... or this long: nobody reads faster
+    step_ms: int = 500  # no chunk makes a step longer
+    prefill_share: float = 0.125  # of a step's prefill tokens for the oldest prefill, however long it is
+    prefix_cache: bool = True  # share pages between requests
+    tail_windows: int = 0  # tails saved inside a prompt beside its end and branches, 0 = one every 32k tokens
 
     heartbeat_ms: int = 500
     dead_ms: int = 2_000  # a peer that says nothing for so long is dead
@@ -47,5 +65,10 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 3:
             raise ValueError(f"depth: {self.depth} is not in 1..3; use 1 unless round trips are longer than steps")
+        for name in ("conservativeness", "prefill_floor", "itl_floor_ms", "tenant_choices", "tenant_queue_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} is negative; use 0 to do without")
+        if self.itl_factor <= 1:
+            raise ValueError(f"itl_factor: {self.itl_factor} leaves no time for prefill; use a number above 1")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens: {self.chunk_tokens} is not positive; 2048 suits GPUs, 256 a CPU")

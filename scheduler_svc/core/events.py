@@ -11,3 +11,8 @@ class Drain:
 @dataclass(frozen=True, slots=True)
 class Drained:
     """Effect, once, after Drain: no request is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Empty the prefix cache; what running choices hold stays."""

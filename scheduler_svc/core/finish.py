@@ -7,9 +7,11 @@ those of a preempted one when its last frame in flight is booked, because only t
 from bisect import bisect_left, insort
 
 from meshkit.frames import SlotFree
-from meshkit.types import PAGE_TOKENS, FinishReason
+from meshkit.types import FinishReason
 from scheduler_svc.core.outbox import Entry
-from scheduler_svc.core.request import Kept, Phase, Request, Seq
+from scheduler_svc.core.prefix import Hold
+from scheduler_svc.core.request import Phase, Request, Seq
+from scheduler_svc.core.seal import close_out
 from scheduler_svc.core.state import Closing, Rank, State, Worker, emit
 
 
@@ -29,40 +31,30 @@ def remove_running(worker: Worker, seq: Seq) -> None:
 
 def clear_placement(seq: Seq) -> None:
     """Forget where it ran; rows of frames in flight no longer match it."""
+    if seq.lanes is not None:
+        seq.lanes.leave(seq)
     seq.worker, seq.rank, seq.slot, seq.gen = "", 0, -1, 0
     seq.pages = []
     seq.length = seq.fed = seq.flying = seq.sampling = seq.planned_step = 0
-    seq.spare, seq.spare_pos, seq.base, seq.base_pos = -1, 0, -1, 0
-    seq.sealed, seq.chain_open, seq.forked = 0, True, False
+    seq.spare, seq.spare_pos, seq.hold, seq.write_from = -1, 0, None, 0
+    seq.points, seq.saved = [], []
 
 
-def drop_kept(st: State, seq: Seq) -> None:
-    """Give up what a waiting choice kept of its last run."""
-    kept = seq.kept
-    if kept is None:
-        return
-    seq.kept = None
-    worker = st.workers[kept.worker]
-    rank = worker.ranks[kept.rank]
-    rank.keepers.remove(seq)
-    for page in reversed(kept.pages):
-        worker.release_page(rank, page, kept=True)
-    worker.release_tail(rank, kept.tail, kept=True)
-
-
-def tails_of(seq: Seq) -> list[int]:
-    return [t for t in (seq.spare, seq.base) if t >= 0]
-
-
-def release(worker: Worker, closing: Closing) -> SlotFree:
+def release(st: State, closing: Closing) -> SlotFree:
     """Return a closing slot's places; the caller's frame carries the SlotFree."""
-    rank = closing.rank
-    rank.slots.drop(closing.slot)
-    for page in reversed(closing.pages):
-        worker.release_page(rank, page)
-    for tail in closing.tails:
-        worker.release_tail(rank, tail)
+    closing.rank.slots.drop(closing.slot)
+    give_back(st, closing.rank, closing.pages, closing.tails, closing.hold)
     return SlotFree(closing.slot, closing.gen)
+
+
+def give_back(st: State, rank: Rank, pages: list[int], tails: list[int], hold: Hold | None) -> None:
+    """Drop a choice's references: published pages stay cached, private ones are free."""
+    for page in reversed(pages):
+        rank.pages.drop(page)
+    for tail in tails:
+        rank.tails.drop(tail)
+    if hold is not None:
+        st.index.release(hold, st.now)
 
 
 def _unfork(st: State, worker: Worker, seq: Seq) -> None:
@@ -73,10 +65,7 @@ def _unfork(st: State, worker: Worker, seq: Seq) -> None:
     remove_running(worker, seq)
     rank = worker.ranks[seq.rank]
     rank.slots.drop(seq.slot)
-    for page in seq.pages:
-        worker.release_page(rank, page)
-    for tail in tails_of(seq):
-        worker.release_tail(rank, tail)
+    give_back(st, rank, seq.pages, [], None)
     clear_placement(seq)
 
 
@@ -90,7 +79,6 @@ def unplace(st: State, seq: Seq) -> None:
     """Take a choice from wherever it is: queue, slot or both. Afterwards it is in no list; its phase is DONE."""
     if seq.phase is Phase.QUEUED:
         st.queue.remove(seq)
-        drop_kept(st, seq)
     elif seq.phase is not Phase.DONE:
         worker = st.workers[seq.worker]
         rank = worker.ranks[seq.rank]
@@ -98,14 +86,13 @@ def unplace(st: State, seq: Seq) -> None:
             _unfork(st, worker, seq)
         elif seq.phase is Phase.PREEMPTING:
             worker.preempting.remove(seq)  # its slot_free has been sent: later frames may reuse its places
-            for page in reversed(seq.pages):
-                worker.release_page(rank, page)
-            for tail in tails_of(seq):
-                worker.release_tail(rank, tail)
+            give_back(st, rank, seq.pages, close_out(st, worker, seq), seq.hold)
         else:
             requeue_followers(st, worker, seq)
             remove_running(worker, seq)
-            worker.closing.append(Closing(rank, seq.slot, seq.gen, seq.pages, tails_of(seq)))
+            tails = close_out(st, worker, seq)
+            assert seq.hold is not None
+            worker.closing.append(Closing(rank, seq.slot, seq.gen, seq.pages, tails, seq.hold))
         clear_placement(seq)
     seq.phase = Phase.DONE
 
@@ -156,13 +143,17 @@ def end_request(st: State, req: Request, code: str, message: str) -> None:
             end(st, seq, FinishReason.ERROR, (code, message))
 
 
+def stops_of(st: State, seq: Seq) -> tuple[int, ...]:
+    """Ids that end this choice at the worker."""
+    eos = st.model.eos_ids if st.model is not None and not seq.req.params.ignore_eos else ()
+    return (*seq.req.params.stop_ids, *eos)
+
+
 def reason_for(st: State, seq: Seq) -> FinishReason:
     """Why the worker ended this choice, from its last id; NONE if there is no reason it could have."""
     params = seq.req.params
-    if seq.emitted and len(seq.emitted) >= max(1, params.min_tokens):
-        eos = st.model.eos_ids if st.model is not None and not params.ignore_eos else ()
-        if seq.emitted[-1] in params.stop_ids or seq.emitted[-1] in eos:
-            return FinishReason.STOP
+    if seq.emitted and len(seq.emitted) >= max(1, params.min_tokens) and seq.emitted[-1] in stops_of(st, seq):
+        return FinishReason.STOP
     return FinishReason.LENGTH if len(seq.emitted) >= params.max_tokens else FinishReason.NONE
 
 
@@ -177,6 +168,8 @@ def preempt(st: State, worker: Worker, seq: Seq, frees: list[SlotFree]) -> None:
     remove_running(worker, seq)
     worker.ranks[seq.rank].slots.drop(seq.slot)
     frees.append(SlotFree(seq.slot, seq.gen))
+    if seq.lanes is not None:
+        seq.lanes.leave(seq)
     seq.slot = -1
     seq.phase = Phase.PREEMPTING
     worker.preempting.append(seq)
@@ -185,39 +178,12 @@ def preempt(st: State, worker: Worker, seq: Seq, frees: list[SlotFree]) -> None:
 
 
 def settle_preempted(st: State, worker: Worker, seq: Seq) -> None:
-    """Its last frame is booked: keep full pages up to the latest tail, return the rest, queue."""
+    """Its last frame is booked: publish full pages and the spare tail, return the rest, queue."""
     rank = worker.ranks[seq.rank]
     worker.preempting.remove(seq)
     if seq.spare_pos > seq.length:
         st.fault("spare_beyond_length")
         seq.spare_pos = 0
-    tail, pos = seq.spare, seq.spare_pos
-    if pos == 0 and seq.base_pos <= seq.length:  # beyond it if the chunk that saved the tail parked its last token
-        tail, pos = seq.base, seq.base_pos
-    full = pos // PAGE_TOKENS if tail >= 0 else 0
-    for page in reversed(seq.pages[full:]):
-        worker.release_page(rank, page)
-    for other in tails_of(seq):
-        if other != tail or not full:
-            worker.release_tail(rank, other)
-    kept: Kept | None = None
-    if full:
-        for page in seq.pages[:full]:
-            rank.pages.keep(page)
-        rank.tails.keep(tail)
-        kept = Kept(worker.name, rank.index, seq.pages[:full], tail, pos)
+    give_back(st, rank, seq.pages, close_out(st, worker, seq), seq.hold)
     clear_placement(seq)
-    seq.kept = kept
-    if kept is not None:
-        rank.keepers.append(seq)
     st.queue.add(seq)
-
-
-def evict_kept(st: State, rank: Rank, spare: Seq | None) -> bool:
-    """Drop what the last one in order of service keeps on this rank (never `spare`'s); False if nobody keeps."""
-    victim = max((s for s in rank.keepers if s is not spare), key=_key, default=None)
-    if victim is None:
-        return False
-    st.count("kept_evicted")
-    drop_kept(st, victim)
-    return True

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from meshkit.frames import LogprobColumns, RowError, TokenFrame
 from meshkit.types import FinishReason
 
+Column = npt.NDArray[np.int64]
 Entry = tuple[list[int], list[float]]
 """Log-probabilities of one token: ids and values, the token itself first."""
 
@@ -27,6 +29,8 @@ class Outbox:
     lp_widths: list[int] = field(default_factory=list)
     lp_ids: list[int] = field(default_factory=list)
     lp_values: list[float] = field(default_factory=list)
+    blocks: list[tuple[Column, Column, Column, Column, Column]] = field(default_factory=list)  # before the rows above
+    many: int = 0  # rows in blocks
 
     def add(
         self,
@@ -40,7 +44,7 @@ class Outbox:
         logprobs: list[Entry] | None,
     ) -> None:
         """One row: its new ids from output position `base` on, and how it ended, if it did."""
-        index = len(self.rows)
+        index = self.many + len(self.rows)
         self.rows.append(row)
         self.row_gens.append(row_gen)
         self.bases.append(base)
@@ -56,6 +60,12 @@ class Outbox:
             self.lp_ids.extend(lp_ids)
             self.lp_values.extend(lp_values)
 
+    def add_many(self, rows: Column, row_gens: Column, bases: Column, ids: Column, cached: Column) -> None:
+        """Rows of one id each that go on, as columns: before all rows that come one by one."""
+        assert not self.rows, "a row that ends comes behind the ids booked in front of it"
+        self.blocks.append((rows, row_gens, bases, ids, cached))
+        self.many += len(rows)
+
     def frame(self, step: int) -> TokenFrame:
         logprobs = LogprobColumns()
         if self.lp_rows:
@@ -67,13 +77,18 @@ class Outbox:
             )
         return TokenFrame(
             step=step,
-            rows=np.array(self.rows, np.int32),
-            row_gens=np.array(self.row_gens, np.int32),
-            bases=np.array(self.bases, np.int32),
-            counts=np.array(self.counts, np.int32),
-            ids=np.array(self.ids, np.int32),
-            finishes=np.array(self.finishes, np.uint8),
-            cached=np.array(self.cached, np.int32),
+            rows=self._column(self.rows, 0),
+            row_gens=self._column(self.row_gens, 1),
+            bases=self._column(self.bases, 2),
+            counts=np.concatenate([np.ones(self.many, np.int32), np.array(self.counts, np.int32)]),
+            ids=self._column(self.ids, 3),
+            finishes=np.concatenate([np.zeros(self.many, np.uint8), np.array(self.finishes, np.uint8)]),
+            cached=self._column(self.cached, 4),
             logprobs=logprobs,
             errors=tuple(self.errors),
         )
+
+    def _column(self, values: list[int], field_at: int) -> npt.NDArray[np.int32]:
+        """The blocks, then the rows one by one."""
+        parts = [*(block[field_at].astype(np.int32) for block in self.blocks), np.array(values, np.int32)]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -1,11 +1,12 @@
-"""The waiting choices, in order of service: priority, then arrival, then choice index.
+"""The waiting choices: in order of service (priority, arrival, choice), and in lanes of one priority and tenant.
 
-Preempted and moved choices keep their arrival, so they wait in front of younger ones. Bounds are checked by whoever
-admits new requests; choices that were accepted once always find room here.
+Preempted and moved choices keep their arrival, so they wait in front of younger ones of their lane. Bounds are checked
+by whoever admits new requests; choices that were accepted once always find room here. Which lane is next is policy's.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from scheduler_svc.core.request import Phase, Seq
 
@@ -14,14 +15,25 @@ def _key(seq: Seq) -> tuple[int, int, int]:
     return seq.key
 
 
-class WaitQueue:
-    """Sorted list of queued choices and the bytes of their ids."""
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Waiting choices of one priority and tenant, by arrival, and what they hold."""
 
-    __slots__ = ("_seqs", "nbytes")
+    seqs: list[Seq] = field(default_factory=list)
+    tokens: int = 0  # prompts and booked ids
+    nbytes: int = 0
+
+
+class WaitQueue:
+    """Sorted list of queued choices, the bytes of their ids, and their lanes."""
+
+    __slots__ = ("_lanes", "_seqs", "nbytes", "tokens")
 
     def __init__(self) -> None:
         self._seqs: list[Seq] = []
+        self._lanes: dict[tuple[int, str], Lane] = {}
         self.nbytes = 0
+        self.tokens = 0
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -32,15 +44,40 @@ class WaitQueue:
     def head(self, n: int) -> list[Seq]:
         return self._seqs[:n]
 
+    def lanes(self) -> dict[int, dict[str, Lane]]:
+        """Lanes by priority, most urgent first, then by tenant. Only those that hold something."""
+        by_priority: dict[int, dict[str, Lane]] = {}
+        for (priority, tenant), lane in sorted(self._lanes.items()):
+            by_priority.setdefault(priority, {})[tenant] = lane
+        return by_priority
+
+    def of_tenant(self, tenant: str) -> tuple[int, int]:
+        """How many choices of this tenant wait, and their bytes."""
+        lanes = [lane for (_, name), lane in self._lanes.items() if name == tenant]
+        return sum(len(lane.seqs) for lane in lanes), sum(lane.nbytes for lane in lanes)
+
     def add(self, seq: Seq) -> None:
         seq.phase = Phase.QUEUED
         seq.bypassed = 0
         insort(self._seqs, seq, key=_key)
+        lane = self._lanes.setdefault((seq.req.priority, seq.req.tenant), Lane())
+        insort(lane.seqs, seq, key=_key)
+        lane.tokens += seq.total
+        lane.nbytes += seq.nbytes
+        self.tokens += seq.total
         self.nbytes += seq.nbytes
 
     def remove(self, seq: Seq) -> None:
         """Take out a queued choice; its ids must not have changed since `add`."""
-        at = bisect_left(self._seqs, seq.key, key=_key)
-        assert self._seqs[at] is seq, "the choice is not where its key says"
-        del self._seqs[at]
+        name = (seq.req.priority, seq.req.tenant)
+        lane = self._lanes[name]
+        for seqs in (self._seqs, lane.seqs):
+            at = bisect_left(seqs, seq.key, key=_key)
+            assert seqs[at] is seq, "the choice is not where its key says"
+            del seqs[at]
+        lane.tokens -= seq.total
+        lane.nbytes -= seq.nbytes
+        if not lane.seqs:
+            del self._lanes[name]
+        self.tokens -= seq.total
         self.nbytes -= seq.nbytes

@@ -2,7 +2,8 @@
 
 A `Seq` is one choice: what is queued, placed in a slot, preempted, moved and finished. Its tokens are the prompt and
 the ids booked so far; `length` counts those whose KV is committed at the worker, `fed` those that frames sent so far
-will have committed at most. Plain data: who changes it is plan, book, adopt and submit.
+will have committed at most. Plain data: who changes it is plan, book, adopt and submit. While a choice decodes, its
+counters live in its worker's `lanes`, read and written here by the same names.
 """
 
 from dataclasses import dataclass, field
@@ -10,12 +11,15 @@ from enum import IntEnum
 
 from meshkit.frames import I32
 from meshkit.types import PAGE_TOKENS, FinishReason, RequestId, SamplingParams
+from scheduler_svc.core.keymap import I64
+from scheduler_svc.core.lanes import Lanes
+from scheduler_svc.core.prefix import Hold
 
 
 class Phase(IntEnum):
     """Where a choice stands. Every state but DONE is left by progress, cancel or deadline."""
 
-    QUEUED = 0  # waits for admission; may keep pages of an earlier run
+    QUEUED = 0  # waits for admission; pages of an earlier run are in the prefix cache like anybody's
     FORKING = 1  # has a slot reserved and waits for its sibling's prefill
     PREFILL = 2
     DECODE = 3  # every frame from now on may sample
@@ -25,13 +29,20 @@ class Phase(IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
-    """What a waiting choice keeps of its last run: full pages up to a tail from which it resumes."""
+class Saved:
+    """A tail that a chunk in flight or booked has saved; it belongs to the choice until its page is published."""
 
-    worker: str
-    rank: int
-    pages: list[int]
+    pos: int
     tail: int
+    reasons: int
+
+
+@dataclass(slots=True, eq=False)
+class Donor:
+    """Whose prefill a waiting choice waits for: until it has published a tail at `pos`."""
+
+    seq: "Seq"
+    gen: int
     pos: int
 
 
@@ -50,6 +61,7 @@ class Request:
     seed: int
     prompt: I32
     page_keys: tuple[bytes, ...]
+    namespace: bytes  # of its page keys: tenant, salt, model revision, KV layout
     arrival: int  # ordinal of the first Submit: order of service within a priority
     deadline_ns: int
     kills: int = 0
@@ -71,34 +83,114 @@ class Seq:
     choice: int
     row: int
     row_gen: int
-    emitted: list[int]
+    ids: list[int]  # booked ids, but for those its lane still keeps; see `emitted`
     phase: Phase = Phase.QUEUED
     finish: FinishReason = FinishReason.NONE
     error: tuple[str, str] = ("", "")
-    cached: int = 0  # prompt tokens resumed from a tail at its last placement
+    cached: int = 0  # prompt tokens that its last placement did not compute
     bypassed: int = 0
-    kept: Kept | None = None
+    donor: Donor | None = None  # QUEUED: the running prefill it waits for
+    wait_until_ns: int = 0  # ... at most until then; 0 = has not waited yet
+    columns: I64 | None = None  # keys of its full pages, as far as they were needed, for the index
     # placement: valid from FORKING to CLOSING
     worker: str = ""
     rank: int = 0
     slot: int = -1
     gen: int = 0
     pages: list[int] = field(default_factory=list)
-    length: int = 0
-    fed: int = 0
-    flying: int = 0  # frames in flight that name it
-    sampling: int = 0  # ... and sample in it
-    planned_step: int = 0
+    lanes: Lanes | None = None  # where the counters are while it decodes
+    _length: int = 0
+    _fed: int = 0
+    _flying: int = 0
+    _sampling: int = 0
+    _planned_step: int = 0
     spare: int = -1
     spare_pos: int = 0
-    base: int = -1  # tail it can resume from until its spare is current
-    base_pos: int = 0
-    sealed: int = 0  # pages published or passed over
-    chain_open: bool = True  # all earlier pages are published under their own number
+    hold: Hold | None = None  # its published pages, twins included: the first of its chain
+    write_from: int = 0  # pages before this position are others', published: read, never written
+    points: list[tuple[int, int]] = field(default_factory=list)  # where its prefill saves tails: (position, reasons)
+    saved: list[Saved] = field(default_factory=list)
     gen_keys: list[bytes] = field(default_factory=list)  # keys of pages beyond the prompt's full ones
     forked: bool = False  # took over its leader's prefill
     leader: "Seq | None" = None  # FORKING: whose prefill it waits for
     followers: list["Seq"] = field(default_factory=list)  # choices that wait for this one's prefill
+
+    @property
+    def emitted(self) -> list[int]:
+        """Ids booked so far; `extend` adds to them."""
+        if self.lanes is not None:
+            self.lanes.flush(self)
+        return self.ids
+
+    def extend(self, ids: list[int]) -> None:
+        """Book more ids."""
+        self.emitted.extend(ids)
+        if self.lanes is not None:
+            self.lanes.emitted[self.slot] += len(ids)
+
+    @property
+    def n_emitted(self) -> int:
+        return len(self.ids) if self.lanes is None else int(self.lanes.emitted[self.slot])
+
+    @property
+    def length(self) -> int:
+        """Tokens committed at the worker, as booked."""
+        return self._length if self.lanes is None else int(self.lanes.length[self.slot])
+
+    @length.setter
+    def length(self, value: int) -> None:
+        if self.lanes is None:
+            self._length = value
+        else:
+            self.lanes.length[self.slot] = value
+
+    @property
+    def fed(self) -> int:
+        """Tokens committed once all frames in flight have run."""
+        return self._fed if self.lanes is None else int(self.lanes.fed[self.slot])
+
+    @fed.setter
+    def fed(self, value: int) -> None:
+        if self.lanes is None:
+            self._fed = value
+        else:
+            self.lanes.fed[self.slot] = value
+
+    @property
+    def flying(self) -> int:
+        """Frames in flight that name it."""
+        return self._flying if self.lanes is None else int(self.lanes.flying[self.slot])
+
+    @flying.setter
+    def flying(self, value: int) -> None:
+        if self.lanes is None:
+            self._flying = value
+        else:
+            self.lanes.flying[self.slot] = value
+
+    @property
+    def sampling(self) -> int:
+        """Frames in flight that sample in it."""
+        return self._sampling if self.lanes is None else int(self.lanes.sampling[self.slot])
+
+    @sampling.setter
+    def sampling(self, value: int) -> None:
+        if self.lanes is None:
+            self._sampling = value
+        else:
+            self.lanes.sampling[self.slot] = value
+
+    @property
+    def planned_step(self) -> int:
+        """The last frame that names it."""
+        return self._planned_step if self.lanes is None else int(self.lanes.planned[self.slot])
+
+    @planned_step.setter
+    def planned_step(self, value: int) -> None:
+        if self.lanes is None:
+            self._planned_step = value
+        else:
+            self.lanes.planned[self.slot] = value
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -108,7 +200,7 @@ class Seq:
     @property
     def total(self) -> int:
         """Prompt and booked ids: what must be committed, but for the last one, before the next id is sampled."""
-        return len(self.req.prompt) + len(self.emitted)
+        return len(self.req.prompt) + self.n_emitted
 
     @property
     def nbytes(self) -> int:
@@ -122,6 +214,11 @@ class Seq:
     @property
     def placed(self) -> bool:
         return Phase.FORKING <= self.phase <= Phase.DECODE
+
+    @property
+    def sealed(self) -> int:
+        """Leading pages that are published, under their own number or a twin's."""
+        return len(self.hold.rows) if self.hold is not None else 0
 
 
 def pages_for(tokens: int) -> int:

@@ -6,6 +6,7 @@ sampling (the gateway's and the worker's).
 """
 
 import heapq
+import logging
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -23,11 +24,17 @@ from meshkit.frames import (
     StopRows,
     WorkerHello,
 )
-from scheduler_svc.core import adopt, attach, audit, finish, plan
+from meshkit.types import PAGE_TOKENS
+from scheduler_svc.core import admit, adopt, attach, audit, door, finish, plan, room
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Drain, Drained, Flush
+from scheduler_svc.core.explain import Explanation, explain
+from scheduler_svc.core.keymap import key_columns
+from scheduler_svc.core.reuse import Decision, decide
 from scheduler_svc.core.state import MS, Conn, Gateway, State, Worker
 from scheduler_svc.core.submit import dumps_done, submit
+
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -38,6 +45,7 @@ class Scheduler:
         self._tick_ns = 0
         self._wake_ns = 0
         self._audited = 0
+        self._checked = 0
 
     # ---- what others may read ----
 
@@ -62,6 +70,18 @@ class Scheduler:
     def load(self) -> dict[str, int]:
         """Totals and gauges as GetLoad reports them."""
         return {**self._st.counters, **audit.gauges(self._st)}
+
+    def explain(self, keys: Sequence[bytes], tokens: int) -> list[tuple[Explanation, Decision]]:
+        """Why a prompt would be served from the prefix cache as far as it would, on each rank that serves."""
+        st = self._st
+        columns, limit = key_columns(keys), max(0, (tokens - 1) // PAGE_TOKENS)
+        out = []
+        for worker in st.workers.values():
+            for rank in worker.ranks if worker.serving else ():
+                told = explain(st.index, rank.pool, columns, limit)
+                decision = decide(st.index.match(rank.pool, columns, limit), tokens, admit.prices(st, worker))
+                out.append((told, decision))
+        return out
 
     def check(self) -> None:
         """Recount every pool and table; AssertionError names the first difference."""
@@ -91,6 +111,9 @@ class Scheduler:
                 pass
             case Drain():
                 st.draining = True
+            case Flush():
+                st.count("flushes")
+                st.total("pages_flushed", room.flush(st))
             case _:
                 raise TypeError(f"the scheduler core knows no event {type(event).__name__}")
         self._timers()
@@ -152,6 +175,7 @@ class Scheduler:
             return
         self._tick_ns = st.now
         self._streams()
+        door.learn(st)
         attach.suspects_due(st)
         for req in list(st.requests.values()):
             if req.expire_ns and st.now >= req.expire_ns:
@@ -217,9 +241,19 @@ class Scheduler:
             st.effects.append(WakeAt(at))
 
     def _audit(self) -> None:
+        """Counters at every step; a full recount once in so many steps, and once when the last request has gone."""
         st = self._st
         steps = st.counters.get("steps", 0)
-        if steps - self._audited >= st.limits.recount_steps:
+        if steps == self._checked:
+            return
+        self._checked = steps
+        good = audit.adds_up(st)
+        if good and (steps - self._audited >= st.limits.recount_steps or not st.requests):
             self._audited = steps
-            if not audit.adds_up(st):
-                st.fault("conservation")
+            try:
+                audit.recount(st)
+            except AssertionError as error:
+                good = False
+                log.error("recount: %s", error)
+        if not good:
+            st.fault("conservation")

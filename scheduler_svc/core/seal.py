@@ -1,51 +1,125 @@
-"""Publishing: sealed pages under their keys, and tails at the end of them, so that a dump can name them.
+"""Publishing: sealed pages under their keys, and the tails at their ends, so that others can start from there.
 
-A page seals when its last token is booked. In this form pages are published but not shared between requests; the name
-is what lets a scheduler that has just started know what a worker holds.
+A page seals when its last token is booked. If its key is published already, the choice's own page stays private and is
+freed with its slot; what it has of tails goes to the published twin. Published pages are never written again.
 """
 
-from meshkit.frames import PublishedPage, PublishedTail
-from meshkit.pages import ROOT_KEY, namespace_key, next_page_key
-from meshkit.types import PAGE_TOKENS
-from scheduler_svc.core.request import Phase, Seq, tokens_of
-from scheduler_svc.core.state import State, Worker
+from meshkit.frames import PublishedPage
+from meshkit.pages import ROOT_KEY, next_page_key
+from meshkit.types import NO_PAGE, PAGE_TOKENS
+from scheduler_svc.core.request import Phase, Saved, Seq, tokens_of
+from scheduler_svc.core.state import Rank, State, Worker
+from scheduler_svc.core.tails import INTERVAL_TOKENS, Reason
 
 
-def seal(st: State, worker: Worker, publishes: list[PublishedPage], publish_tails: list[PublishedTail]) -> None:
-    """Publish, in the frame these lists are for, what was booked since the last frame: parents before children."""
+def seal_all(st: State, worker: Worker) -> None:
+    """Publish, with the next frame, what was booked since the last one."""
     for seq in worker.sealing:
-        if seq.worker != worker.name or seq.phase not in (Phase.PREFILL, Phase.DECODE):
-            continue
-        while seq.chain_open and seq.sealed < seq.length // PAGE_TOKENS:
-            page = seq.pages[seq.sealed]
-            if page not in worker.published:
-                key = key_of(st, seq, seq.sealed)
-                if key in worker.by_key:
-                    seq.chain_open = False  # a twin is published: this one and what follows stays private
-                    break
-                worker.gen += 1
-                parent = seq.pages[seq.sealed - 1] if seq.sealed else -1
-                publishes.append(PublishedPage(page, worker.gen, parent, key))
-                worker.published[page] = key
-                worker.by_key[key] = page
-            seq.sealed += 1
-        if seq.base >= 0 and seq.base not in worker.published_tails and 0 < seq.base_pos <= seq.sealed * PAGE_TOKENS:
-            page = seq.pages[seq.base_pos // PAGE_TOKENS - 1]
-            worker.published_tails[seq.base] = page
-            publish_tails.append(PublishedTail(seq.base, page))
+        if seq.worker == worker.name and seq.phase in (Phase.PREFILL, Phase.DECODE):
+            seal(st, worker, seq)
+            _keep_spare(st, worker, seq)
     worker.sealing.clear()
 
 
-def key_of(st: State, seq: Seq, index: int) -> bytes:
+def seal(st: State, worker: Worker, seq: Seq) -> None:
+    """Publish a placed choice's booked pages and the tails saved at their ends."""
+    hold = seq.hold
+    assert hold is not None, "a placed choice has a hold"
+    have, full = len(hold.rows), seq.length // PAGE_TOKENS
+    rank = worker.ranks[seq.rank]
+    if full > have:
+        keys = [key_of(seq, i) for i in range(have, full)]
+        own = seq.pages[have:full]
+        gens = list(range(worker.gen + 1, worker.gen + 1 + len(keys)))
+        worker.gen += len(keys)
+        parent = int(st.index.pools[hold.pool].trie.page[hold.parent]) if have else NO_PAGE
+        published = st.index.publish(hold, keys, own, gens, st.now)
+        for i, page in enumerate(published.pages):
+            if i >= published.twins:
+                worker.publishes[page] = PublishedPage(page, gens[i], parent, keys[i])
+                rank.pages.keep(page)
+            parent = page
+        _tell_siblings(st, seq, have)
+    end = len(hold.rows) * PAGE_TOKENS
+    for saved in [s for s in seq.saved if s.pos <= end]:
+        seq.saved.remove(saved)
+        if not _attach(st, worker, rank, seq, saved):
+            rank.tails.drop(saved.tail)
+
+
+def _tell_siblings(st: State, seq: Seq, have: int) -> None:
+    """Choices that were forked off have the same pages in their tables: they hold what is published of them, too."""
+    hold = seq.hold
+    assert hold is not None
+    for other in seq.req.choices:
+        held = other.hold
+        if other is seq or held is None or held.pool != hold.pool or len(held.rows) != have:
+            continue
+        same = 0
+        for ours, theirs in zip(seq.pages[have : len(hold.rows)], other.pages[have:], strict=False):
+            if ours != theirs:
+                break
+            same += 1
+        if same:
+            st.index.pools[hold.pool].trie.acquire(hold.rows[have : have + same], st.now)
+            held.rows = hold.rows[: have + same]
+
+
+def _attach(st: State, worker: Worker, rank: Rank, seq: Seq, saved: Saved) -> bool:
+    """Give a tail to the index; False if the page has one already and the caller keeps it."""
+    assert seq.hold is not None
+    kept, page = st.index.attach_tail(seq.hold, saved.pos // PAGE_TOKENS, saved.tail, saved.reasons, st.now)
+    if kept:
+        rank.tails.keep(saved.tail)
+        rank.tails.drop(saved.tail)
+        worker.publish_tails[saved.tail] = page
+    return kept
+
+
+def _keep_spare(st: State, worker: Worker, seq: Seq) -> None:
+    """Every so many tokens the spare is published and the slot gets a new one; never while a frame may write it."""
+    pos = seq.spare_pos
+    if seq.spare < 0 or not pos or pos % INTERVAL_TOKENS or pos > seq.sealed * PAGE_TOKENS or not _settled(seq):
+        return
+    if _attach(st, worker, worker.ranks[seq.rank], seq, Saved(pos, seq.spare, int(Reason.INTERVAL))):
+        seq.spare, seq.spare_pos = -1, 0
+
+
+def _settled(seq: Seq) -> bool:
+    """No frame in flight can cross a page boundary, at which the worker would save the spare anew."""
+    return not seq.flying or seq.fed // PAGE_TOKENS * PAGE_TOKENS <= seq.spare_pos
+
+
+def close_out(st: State, worker: Worker, seq: Seq) -> list[int]:
+    """A choice leaves its slot: publish what is booked, its spare too. Returns the tails that stay its own."""
+    if seq.hold is None:
+        return tails_of(seq)
+    seal(st, worker, seq)
+    pos = seq.spare_pos
+    if (
+        seq.spare >= 0
+        and 0 < pos <= seq.sealed * PAGE_TOKENS
+        and _settled(seq)
+        and _attach(st, worker, worker.ranks[seq.rank], seq, Saved(pos, seq.spare, int(Reason.TURN)))
+    ):
+        seq.spare, seq.spare_pos = -1, 0
+    return tails_of(seq)
+
+
+def tails_of(seq: Seq) -> list[int]:
+    """Tails a placed choice owns: its spare and those it has saved but not yet published."""
+    spare = [seq.spare] if seq.spare >= 0 else []
+    return spare + [saved.tail for saved in seq.saved]
+
+
+def key_of(seq: Seq, index: int) -> bytes:
     """Key of a choice's page: the prompt's travel with the request, later ones are computed as they seal."""
     prompt_keys = seq.req.page_keys
     if index < len(prompt_keys):
         return prompt_keys[index]
-    assert st.model is not None
-    namespace = namespace_key(seq.req.tenant, "", st.model.revision, st.model.kv_layout_id)
     while len(prompt_keys) + len(seq.gen_keys) <= index:
         at = len(prompt_keys) + len(seq.gen_keys)
         parent = seq.gen_keys[-1] if seq.gen_keys else prompt_keys[-1] if prompt_keys else ROOT_KEY
         ids = tokens_of(seq, at * PAGE_TOKENS, (at + 1) * PAGE_TOKENS)
-        seq.gen_keys.append(next_page_key(parent, ids, namespace))
+        seq.gen_keys.append(next_page_key(parent, ids, seq.req.namespace))
     return seq.gen_keys[index - len(prompt_keys)]

@@ -9,12 +9,20 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from meshkit.core import Count, Send
-from meshkit.frames import Dump, Envelope, Frame, SchedulerStatus, SubmitReply, WorkerHello
+from meshkit.frames import Dump, Envelope, Frame, PublishedPage, SchedulerStatus, SubmitReply, WorkerHello
 from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
+from scheduler_svc.core.cost import CostModel, Shape
+from scheduler_svc.core.forecast import Outputs
+from scheduler_svc.core.lanes import I64, Lanes
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.outbox import Entry, Outbox
+from scheduler_svc.core.policy import Turns
+from scheduler_svc.core.prefix import Hold, PoolId, PrefixIndex
 from scheduler_svc.core.queue import WaitQueue
 from scheduler_svc.core.request import Request, Seq
 
@@ -51,10 +59,11 @@ class Rank:
     """Pools of one attention-DP rank; ids are global (rank * size + local)."""
 
     index: int
+    pool: PoolId  # its name in the prefix index
     pages: Pool
     tails: Pool
     slots: Pool
-    keepers: list[Seq] = field(default_factory=list)  # waiting choices that keep pages here
+    held_back: int = 0  # pages for the growth of what runs here, by the last admission
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +75,7 @@ class Closing:
     gen: int
     pages: list[int]
     tails: list[int]
+    hold: Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -82,12 +92,33 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """A frame in flight."""
+    """A frame in flight: rows one by one, and decode rows as arrays, with the places of both in the frame."""
 
     step: int
     rows: list[Row]
-    chunk_tokens: int
+    rows_at: I64
+    slots: I64  # of the decode rows of lanes
+    slots_at: I64
+    gens: I64
+    seqs: npt.NDArray[Any]
+    shape: Shape
     sent_ns: int
+
+    @property
+    def size(self) -> int:
+        return len(self.rows) + len(self.slots)
+
+    def named(self) -> list[tuple[Seq, int]]:
+        """Choices and the generations they were sent with, in no order."""
+        return [(row.seq, row.gen) for row in self.rows] + list(zip(self.seqs, self.gens.tolist(), strict=True))
+
+    def at(self, index: int) -> tuple[Seq, int]:
+        """What stands in this row of the frame."""
+        found = np.flatnonzero(self.slots_at == index)
+        if len(found):
+            return self.seqs[found[0]], int(self.gens[found[0]])
+        row = self.rows[int(np.flatnonzero(self.rows_at == index)[0])]
+        return row.seq, row.gen
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +136,8 @@ class Orphan:
     pages: list[int]
     spare: int
     spare_pos: int
-    base: int
-    base_pos: int
     since_ns: int
+    hold: Hold
 
 
 @dataclass(slots=True, eq=False)
@@ -129,27 +159,15 @@ class Worker:
     closing: list[Closing] = field(default_factory=list)
     sealing: list[Seq] = field(default_factory=list)
     orphans: dict[tuple[RequestId, int], Orphan] = field(default_factory=dict)
-    published: dict[int, bytes] = field(default_factory=dict)  # page -> key
-    by_key: dict[bytes, int] = field(default_factory=dict)
-    published_tails: dict[int, int] = field(default_factory=dict)  # tail -> page
+    publishes: dict[int, PublishedPage] = field(default_factory=dict)  # told with the next frame, parents first
+    publish_tails: dict[int, int] = field(default_factory=dict)  # tail -> page, told with the next frame
     retire_pages: list[int] = field(default_factory=list)
     retire_tails: list[int] = field(default_factory=list)
-    results: int = 0
-    step_ns: float = 0.0  # moving average over steps without a real chunk
-    chunk_token_ns: float = 0.0  # moving average over the others, per chunk token
-    chunk_results: int = 0
+    cost: CostModel = field(default_factory=CostModel)
+    lanes: Lanes = field(init=False)
 
-    def release_page(self, rank: Rank, page: int, *, kept: bool = False) -> None:
-        """Give up one reference; a page nobody refers to loses its published name in the next frame."""
-        if (rank.pages.forget if kept else rank.pages.drop)(page) and page in self.published:
-            key = self.published.pop(page)
-            del self.by_key[key]
-            self.retire_pages.append(page)
-
-    def release_tail(self, rank: Rank, tail: int, *, kept: bool = False) -> None:
-        if (rank.tails.forget if kept else rank.tails.drop)(tail) and tail in self.published_tails:
-            del self.published_tails[tail]
-            self.retire_tails.append(tail)
+    def __post_init__(self) -> None:
+        self.lanes = Lanes(self.hello.slots * self.hello.ranks)
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +203,11 @@ class State:
         self.requests: dict[RequestId, Request] = {}
         self.rows: dict[RowKey, Seq] = {}
         self.queue = WaitQueue()
+        self.turns = Turns(limits.policy, limits.quantum)
+        self.outputs = Outputs()
+        self.wait_ns = 0.0  # forecast of a short newcomer's wait; 0 = nobody waits, or unknown
         self.workers: dict[str, Worker] = {}
+        self.index = PrefixIndex()
         self.lost: dict[str, Lost] = {}
         self.dumped: dict[str, bool] = {}  # groups that have ever served
         self.gateways: dict[str, Gateway] = {}
@@ -251,7 +273,9 @@ class State:
         return not self.draining and any(w.serving for w in self.workers.values())
 
     def retry_after_ms(self) -> int:
-        """How long the queue will take at the recent pace."""
+        """How long the queue will take: by the forecast, or at the recent pace of ends while there is none."""
+        if self.wait_ns:
+            return int(min(30_000, max(250, self.wait_ns / MS)))
         return int(min(30_000, max(250, self.finish_gap_ns / MS * (len(self.queue) + 1))))
 
     def status(self) -> SchedulerStatus:

@@ -9,7 +9,7 @@ import heapq
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
 from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
-from scheduler_svc.core import adopt, finish
+from scheduler_svc.core import adopt, door, finish
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
 from scheduler_svc.core.state import MS, Known, State, emit
 
@@ -112,17 +112,14 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
     if not st.workers and not hoping:
         return SubmitReply(Verdict.NO_WORKER, "no worker has attached", 1_000)
     nbytes = sum(4 * (len(sub.prompt) + len(c.emitted)) + 1024 for c in choices)
-    if len(st.queue) + len(choices) > st.limits.queue_requests or st.queue.nbytes + nbytes > st.limits.queue_bytes:
+    if door.queue_full(st, sub.tenant, len(choices), nbytes):
         return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue)} choices wait", st.retry_after_ms())
-    return None
+    return door.refuse(st, sub, len(choices), nbytes)
 
 
 def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
     st.arrivals += 1
-    keys = sub.page_keys
-    if not keys and len(sub.prompt) >= PAGE_TOKENS:
-        revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
-        keys = tuple(page_keys(sub.prompt, namespace_key(sub.tenant, "", revision, layout)))
+    namespace, keys = _names(st, sub)
     req = Request(
         request_id=sub.request_id,
         attempt=sub.attempt,
@@ -135,6 +132,7 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         seed=sub.seed,
         prompt=sub.prompt,
         page_keys=keys,
+        namespace=namespace,
         arrival=st.arrivals,
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
@@ -149,6 +147,19 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
     adopt.claim(st, req)
 
 
+def _names(st: State, sub: Submit) -> tuple[bytes, tuple[bytes, ...]]:
+    """Namespace and prompt keys: the gateway's, or our own if it sent none, or a request's own if nothing is shared."""
+    revision, layout = (st.model.revision, st.model.kv_layout_id) if st.model is not None else ("", "")
+    namespace, keys = sub.namespace, sub.page_keys
+    if not st.limits.prefix_cache or (not namespace and st.model is None):
+        namespace, keys = namespace_key(sub.request_id.hex(), "", revision, layout), ()
+    elif not namespace:
+        namespace = namespace_key(sub.tenant, "", revision, layout)
+    if not keys:
+        keys = tuple(page_keys(sub.prompt, namespace))
+    return namespace, keys
+
+
 def dumps_done(st: State) -> bool:
     """Whether every configured worker has dumped since start, or the time for it is over."""
     if st.now - st.started_ns >= st.limits.resume_wait_ms * MS:
@@ -157,7 +168,7 @@ def dumps_done(st: State) -> bool:
 
 
 def _add_choice(st: State, req: Request, c: SubmitChoice) -> None:
-    seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, emitted=list(c.emitted))
+    seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, ids=list(c.emitted))
     req.choices.append(seq)
     st.rows[(req.attach_id, c.row, c.row_gen)] = seq
     seq.phase = Phase.DONE
@@ -187,6 +198,8 @@ def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -
         finish.close(st, seq)  # while its row is still known under the old attachment
     for seq in req.choices:
         st.rows.pop((req.attach_id, seq.row, seq.row_gen), None)
+        if seq.lanes is not None:
+            seq.lanes.leave(seq)  # it knows the old row
     req.attempt, req.attach_id, req.expire_ns = sub.attempt, sub.attach_id, 0
     req.gateway, req.gateway_boot = st.listeners[sub.attach_id].name, st.listeners[sub.attach_id].boot
     req.deadline_ns = st.now + sub.remaining_ms * MS
@@ -228,7 +241,7 @@ def _reconcile(st: State, seq: Seq, theirs: list[int]) -> None:
     if not same and seq.emitted != theirs[: len(seq.emitted)]:
         st.fault("ids_diverged")
     finish.unplace(st, seq)
-    seq.emitted = theirs
-    seq.gen_keys = []
+    seq.ids = theirs
+    seq.gen_keys, seq.columns = [], None
     seq.finish, seq.error = FinishReason.NONE, ("", "")
     _start(st, seq)

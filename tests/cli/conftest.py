@@ -1,5 +1,6 @@
 """A small HTTP server in a thread that answers like a mesh, for the commands that talk to one."""
 
+import contextlib
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ class Script:
     finish: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    wanted_key: str = ""  # empty: everybody may ask
     url: str = ""
 
 
@@ -52,7 +54,16 @@ def server() -> Iterator[Script]:
             self.end_headers()
             self.wfile.write(raw)
 
+        def _may_not(self) -> bool:
+            wanted = f"Bearer {script.wanted_key}"
+            if not script.wanted_key or self.headers.get("Authorization") == wanted:
+                return False
+            self._json(401, {"error": {"message": "Incorrect API key"}})
+            return True
+
         def do_GET(self) -> None:
+            if self._may_not():
+                return
             if self.path == "/v1/models":
                 self._json(200, {"data": [{"id": "fake"}]})
             else:
@@ -60,6 +71,8 @@ def server() -> Iterator[Script]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self._may_not():
+                return
             if self.path == "/tokenize":
                 self._json(200, {"count": 2 * len(body["prompt"].split()), "tokens": []})
                 return
@@ -82,8 +95,9 @@ def server() -> Iterator[Script]:
             self._chunk(b"")
 
         def _chunk(self, data: bytes) -> None:
-            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-            self.wfile.flush()
+            with contextlib.suppress(ConnectionError):  # who asked may be gone
+                self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+                self.wfile.flush()
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.daemon_threads = True

@@ -133,13 +133,49 @@ def test_a_refusal_and_a_broken_stream_are_told_apart(server: Script, capsys: py
 def test_the_key_comes_from_a_file_or_the_environment(
     server: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "key").write_text("sk-file\n")
+    (tmp_path / "key").write_text("# ours\nalice sk-file-1  # until May\nbob sk-file-2\n")
     assert main(["chat", "--url", server.url, "-q", "hi", "--api-key-file", str(tmp_path / "key")]) == 0
     monkeypatch.setenv("V4MESH_API_KEY", "sk-env")
     assert main(["chat", "--url", server.url, "-q", "hi"]) == 0
-    assert server.keys == ["Bearer sk-file", "Bearer sk-env"]
+    assert server.keys == ["Bearer sk-file-1", "Bearer sk-env"]
     assert main(["chat", "--url", server.url, "-q", "hi", "--api-key-file", "/nonexistent"]) == Exit.CONFIG
     assert "--api-key-file /nonexistent: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["chat", "-q", "hi"], ["chat", "-q", "hi", "--model", "m"], ["bench"]])
+def test_a_key_that_is_missing_or_wrong_is_no_missing_mesh(
+    server: Script, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    server.wanted_key = "sk-right-1"
+    assert main([*command, "--url", server.url]) == Exit.CONFIG
+    err = capsys.readouterr().err
+    assert f"UNAUTHORIZED  {server.url} wants an API key\n  fix: --api-key-file FILE" in err
+    (tmp_path / "key").write_text("sk-wrong-1\n")
+    assert main([*command, "--url", server.url, "--api-key-file", str(tmp_path / "key")]) == Exit.CONFIG
+    err = capsys.readouterr().err
+    assert f"UNAUTHORIZED  {server.url} does not know this API key" in err
+    assert "no mesh answers" not in err
+
+
+@pytest.mark.parametrize("text", ["short\n", "# nothing\n", "one two three-words\n"])
+def test_a_key_file_is_read_as_strictly_as_the_gateway_does(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "key").write_text(text)
+    assert main(["chat", "-q", "hi", "--api-key-file", str(tmp_path / "key")]) == Exit.CONFIG
+    assert str(tmp_path / "key") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("question", ["", "  "])
+def test_an_empty_question_is_a_usage_error(server: Script, question: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["chat", "--url", server.url, "-q", question]) == Exit.USAGE
+    assert "-q is empty" in capsys.readouterr().err
+    assert server.bodies == []
+
+
+def test_no_terminal_and_an_empty_pipe_is_a_usage_error(server: Script, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert main(["chat", "--url", server.url]) == Exit.USAGE
 
 
 @pytest.mark.parametrize(

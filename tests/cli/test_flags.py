@@ -61,7 +61,16 @@ GUIDE: dict[str, tuple[list[str], list[str]]] = {
 }
 TABLE = {entry.name: entry for entry in (*FLAGS, *VARIABLES)}
 # These have their effect today; every other entry must say what it waits for.
-IN_EFFECT = {"--model-path", "--host", "--port", "--trust-remote-code", "--kv-cache-dtype", "--quantization"}
+IN_EFFECT = {
+    "--model-path",
+    "--host",
+    "--port",
+    "--trust-remote-code",
+    "--kv-cache-dtype",
+    "--quantization",
+    "SGLANG_RADIX_CACHE_TARGET_SLIDING_WINDOW",
+    "SGLANG_SCHEDULE_CONSERVATIVENESS",
+}
 
 
 def test_the_table_holds_the_guide_and_nothing_else():
@@ -73,13 +82,18 @@ def test_each_is_in_effect_or_names_the_missing_part(name: str):
     entry = TABLE[name]
     for value in GUIDE[name][0]:
         found = answer(entry, value)
+        shown = name if entry.switch else f"{name} {value}" if name.startswith("--") else f"{name}={value}"
         if name in IN_EFFECT:
             assert (found.status, entry.needs) == ("applied", "")
+            assert found.line == f"applied: {shown} ({entry.ours}): {entry.does}"
+            assert len(entry.does) > 10
         elif found.value in entry.quiet:
-            assert (found.status, found.line) == ("applied", "")
+            assert (found.status, found.line) == (
+                "applied",
+                f"applied: {shown} ({entry.ours}): it runs like this anyway",
+            )
         else:
             assert found.status == "recognised"
-            shown = name if entry.switch else f"{name} {value}" if name.startswith("--") else f"{name}={value}"
             assert found.line.startswith(f"recognised: {shown} ({entry.ours}")
             assert f"needs {entry.needs}, which is not built yet; {entry.meanwhile}" in found.line
             assert "\n" not in found.line
@@ -114,7 +128,13 @@ def test_each_variable_is_read_under_all_its_names(
         with monkeypatch.context() as patch:
             patch.setenv(name, good)
             assert main(["serve", "--launcher", "print"]) == 0
-            assert f"recognised: {name}={good}" in capsys.readouterr().err
+            out, err = capsys.readouterr()
+            section, key = entry.ours.split(".")
+            if section == "scheduler" and answer(entry, good).status == "applied":
+                scheduler = shlex.split(out.splitlines()[0])
+                assert scheduler[scheduler.index(f"--{key.replace('_', '-')}") + 1] == good
+            else:
+                assert f"recognised: {name}={good}" in err
     monkeypatch.setenv(entry.name, "")
     assert main(["serve", "--launcher", "print"]) == 0
     assert "recognised" not in capsys.readouterr().err
@@ -136,12 +156,13 @@ def test_the_guides_launch_command_is_understood_whole(capsys: pytest.CaptureFix
     assert main([*args, "--launcher", "print"]) == 0
     out, err = capsys.readouterr()
     assert [row.split()[1] for row in out.splitlines()] == ["scheduler", "worker", "gateway"]
-    speaking = [a for a in args if a.startswith("--") and a not in IN_EFFECT]
-    assert [line.split()[1] for line in err.splitlines() if line.startswith("recognised")] == [
-        e.name for e in FLAGS if e.name in speaking
-    ]
+    given = [e.name for e in FLAGS if e.name in args]
+    said = {name: [n for n in given if (n in IN_EFFECT) == (name == "applied")] for name in ("applied", "recognised")}
+    assert len(given) == sum(a.startswith("--") for a in args)
+    for kind, names in said.items():
+        assert [line.split()[1] for line in err.splitlines() if line.startswith(f"{kind}: ")] == names
+    assert len(err.splitlines()) == len(given)
     assert err.count("runs nothing") == 1
-    assert len(err.splitlines()) == len(speaking) + 1
 
 
 def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -149,7 +170,7 @@ def test_all_refusals_come_at_once(capsys: pytest.CaptureFixture[str], monkeypat
     assert main(["serve", "--tp", "0", "--kv-cache-dtype", "int4", "--launcher", "print"]) == Exit.USAGE
     err = capsys.readouterr().err
     assert "FLAG  --tp 0: must be a whole number from 1 to 1024" in err
-    assert "FLAG  --kv-cache-dtype int4: must be one of auto, fp8" in err
+    assert "FLAG  --kv-cache-dtype int4: must be one of auto, fp32" in err
     assert "FLAG  SGLANG_MOE_BACKEND=magic: must be one of deep_gemm" in err
 
 

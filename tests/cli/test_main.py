@@ -34,6 +34,25 @@ def test_help_loads_nothing_heavy_and_is_quick():
     assert min(costs) <= 0.150  # of processor time: wall-clock time on a busy machine says nothing
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["chat", "--help"],
+        ["bench", "--help"],
+        ["health", "gateway", "--target", "127.0.0.1:9"],
+        ["completion", "bash"],
+        ["nonsense"],
+    ],
+)
+def test_light_commands_load_nothing_heavy(args: list[str]):
+    code = (
+        f"import sys; from meshkit.cli.main import main; main({args!r});"
+        "sys.exit([m for m in ('torch', 'numpy', 'grpc', 'rich', 'aiohttp') if m in sys.modules] or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_every_command_loads_and_is_listed(name: str, capsys: pytest.CaptureFixture[str]):
     context = cli.root.make_context("v4mesh", [name], resilient_parsing=True)

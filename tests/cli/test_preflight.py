@@ -1,5 +1,6 @@
 """What is refused before anything starts: every problem at once, each with a fact and what to do."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from meshkit.cli.model_folder import check_model_folder, cpu_bytes, find_model
 from meshkit.cli.up import UpConfig, make_plan
 from meshkit.exit_codes import Exit, ProblemsError
 from meshkit.models import DEFAULT_MODEL
+from meshkit.numerics_names import FOREIGN_SCHEMES, KV_DTYPES, SCHEMES
 
 
 @pytest.fixture
@@ -179,6 +181,53 @@ def test_several_failures_are_reported_together_and_the_first_decides(
     err = capsys.readouterr().err
     assert "MODEL_DIR  there is no folder /nonexistent/model" in err
     assert f"PORT  127.0.0.1:{port} is in use" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("up --kv-cache-dtype bogus", "kv_cache_dtype = 'bogus' (flag --kv-cache-dtype): must be one of auto, fp32"),
+        ("up --quantization int3", "quantization = 'int3' (flag --quantization): must be one of auto, exact, fp8"),
+        ("up --quantization compressed-tensors", "--quantization compressed-tensors: this checkpoint's format is fp8"),
+        ("up --api-key-file /nope", "KEY  --api-key-file /nope: No such file or directory"),
+        ("serve --api-key-file /nope", "KEY  --api-key-file /nope: No such file or directory"),
+    ],
+)
+def test_settings_that_a_service_would_refuse_are_refused_before_it_starts(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def start(*args: object, **kwargs: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr("meshkit.cli.mesh.make_run_folder", start)
+    assert main([*line.split(), "--port", "0"]) == Exit.CONFIG
+    assert said in capsys.readouterr().err
+
+
+def test_a_key_file_we_may_not_read_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(path: Path, encoding: str) -> str:  # chmod would not stop root, who runs these tests in containers
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("meshkit.api_keys.Path.read_text", refuse)
+    assert main(["up", "--port", "0", "--api-key-file", str(tmp_path / "keys")]) == Exit.CONFIG
+    assert f"KEY  --api-key-file {tmp_path / 'keys'}: Permission denied" in capsys.readouterr().err
+
+
+def test_the_names_refused_early_are_those_the_worker_refuses():
+    from worker_svc.checkpoint.errors import NumericsError
+    from worker_svc.checkpoint.quant_choice import choose_numerics
+
+    for name in KV_DTYPES:
+        choose_numerics("fp4", kv_cache_dtype=name)
+    for name in set(SCHEMES) - set(FOREIGN_SCHEMES):
+        accepted = 0
+        for experts in ("fp4", "fp8"):
+            with contextlib.suppress(NumericsError):
+                choose_numerics(experts, quantization=name)
+                accepted += 1
+        assert accepted, name
 
 
 def test_a_wrong_key_names_file_line_and_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,6 +8,7 @@ import pytest
 from meshkit.cli import progress as module
 from meshkit.cli.progress import LiveProgress, Progress, how_it_ended, open_progress
 from meshkit.cli.screen import Screen
+from meshkit.exit_codes import Exit, Problem
 from meshkit.supervisor import ServiceEvent
 
 SERVICES = ("scheduler", "worker", "gateway")
@@ -42,6 +43,21 @@ def test_a_death_says_how_and_a_recovery_how_long(capsys: pytest.CaptureFixture[
 def test_giving_up_says_why(status: int, why: str, capsys: pytest.CaptureFixture[str]):
     plain().event(ServiceEvent("worker", "gave_up", 1.0, 12, status))
     assert capsys.readouterr().err == f"worker      exited with {status}; given up: {why}\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "fact"),
+    [
+        (("loading", "KEY  no such KV format", "  There is: auto"), "KEY", "worker: no such KV format"),
+        (("Traceback:", "ValueError: 7", "this is a bug; please report"), "SERVICE", "worker: ValueError: 7"),
+        ((), "SERVICE", "worker: exited with 3"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_kept_for_the_end(lines: tuple[str, ...], code: str, fact: str):
+    shown = plain()
+    assert shown.cause is None
+    shown.event(ServiceEvent("worker", "gave_up", 1.0, 12, 3, 0.0, lines))
+    assert shown.cause == Problem(code, Exit.CONFIG, fact)
 
 
 def test_a_clean_stop_is_silent_and_a_forced_one_is_not(capsys: pytest.CaptureFixture[str]):

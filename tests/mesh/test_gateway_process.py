@@ -68,7 +68,7 @@ def test_a_port_in_use_names_who_holds_it(capfd):
     [
         (["--model", "/nowhere/model"], 6, "/nowhere/model"),
         (["--model", str(DEFAULT_MODEL), "--max-choices", "0"], 3, "max_choices"),
-        (["--model", str(DEFAULT_MODEL), "--api-key-file", "/nowhere/keys"], 3, "api_key_file"),
+        (["--model", str(DEFAULT_MODEL), "--api-key-file", "/nowhere/keys"], 3, "api-key-file"),
         (["--model", str(DEFAULT_MODEL), "--listen-http", "0.0.0.0:0"], 3, "insecure"),
         ([], 3, "model is required"),
         (["--no-such-flag"], 2, "no-such-flag"),

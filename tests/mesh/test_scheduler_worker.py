@@ -29,6 +29,7 @@ from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.servicer import SchedulerServicer
 from worker_svc.compute import ComputeThread
+from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import RowOutcome, StepOutcome
 from worker_svc.loop import WorkerLoop
@@ -56,40 +57,49 @@ class ArithmeticExecutor:
 
     def __init__(self, step_s=0.0, fail_at=None):
         self.step_s, self.fail_at, self.steps = step_s, fail_at, 0
+        self.resident = ResidentSlots()
 
-    def run(self, work):
+    def launch(self, work):
         self.steps += 1
         time.sleep(self.step_s)
         if self.steps == self.fail_at:
             raise RuntimeError("the device fell off the bus")
-        rows = []
-        for row in work.rows:
-            token = next_id(row.ids[-1], row.start + len(row.ids) - 1)
-            rows.append(RowOutcome((token,) if row.sample_last else ()))
-        return StepOutcome(rows=tuple(rows))
+        for init in work.inits:
+            self.resident.init(init)
+        for copy in work.copies:
+            self.resident.copy(copy.src, copy.dst)
+        return StepOutcome(rows=tuple(RowOutcome(self.tokens(self.resident.resolve(row))) for row in work.rows))
 
-    def refresh(self, saves):
-        assert saves
+    def tokens(self, row):
+        if row is None:
+            return ()
+        tokens = (next_id(row.ids[-1], row.start + len(row.ids) - 1),) if row.sample_last else ()
+        self.resident.advance(row, tokens)
+        return tokens
+
+    def collect(self, handle):
+        return handle
 
 
 class Worker:
     """A WorkerLoop that can be stopped like a crash: no Bye."""
 
     def __init__(self, address, executor, group="w0"):
+        self.compute = ComputeThread()
         self.loop = WorkerLoop(
-            executor, ComputeThread(), group=group, model=MODEL, pools=POOLS, scheduler=address, metrics=Metrics()
+            executor, self.compute, group=group, model=MODEL, pools=POOLS, scheduler=address, metrics=Metrics()
         )
         self.task = asyncio.create_task(self.loop.run())
 
     async def crash(self):
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        self.loop._compute.stop()
+        self.compute.stop()
 
 
-@pytest.fixture
-async def scheduler(tmp_path):
-    loop = SchedulerLoop(SchedulerLimits(), Health(), Metrics(), start_tracing("scheduler"))
+@pytest.fixture(params=[2])
+async def scheduler(tmp_path, request):
+    loop = SchedulerLoop(SchedulerLimits(depth=request.param), Health(), Metrics(), start_tracing("scheduler"))
     async with serving(tmp_path, "scheduler", SchedulerServicer(loop).add_to) as address:
         task = asyncio.create_task(loop.run())
         loop.address = address
@@ -121,6 +131,7 @@ def idle(scheduler):
     return status.running == status.waiting == load["requests"] == load["slots_owned"] == load["pages_owned"] == 0
 
 
+@pytest.mark.parametrize("scheduler", [1, 2, 3], indirect=True)
 async def test_tokens_stream_to_the_end(scheduler, start_worker):
     await start_worker()
     async with GatewayProbe(scheduler.address) as gateway:

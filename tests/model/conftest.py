@@ -12,7 +12,7 @@ from worker_svc.checkpoint.census import preset
 from worker_svc.checkpoint.generate import generate_checkpoint
 from worker_svc.checkpoint.loader import Checkpoint, load_checkpoint
 
-NANO = Path(__file__).parent.parent.parent / "meshkit" / "models" / "v4-nano-trial"
+NANO = Path(__file__).parent.parent.parent / "meshkit" / "models" / "v4-nano"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -130,13 +130,32 @@ def test_refresh_keeps_the_last_boundary_that_decode_crossed(executor):
     running = steps(executor, first)
     while first.computed < 256:
         next(running)
-    executor.refresh((TailWork(0, 256, 1),))
+    executor.pools.refresh_tail(0, 256, 1)
     for _ in running:
         continue
     resumed = Sequence(slot=2, pages=[0, 9], ids=first.ids[:257], params=longer, seed=7, computed=256)
     resumed.drawn = first.drawn[: 257 - len(ids)]
     executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(2, 256, 1),)))
     assert finish(executor, resumed) == first.drawn
+
+
+def test_decode_rows_without_ids_feed_what_was_sampled_and_refresh_the_spare(executor):
+    ids = prompt(253)
+    longer = replace(GREEDY, max_tokens=12)
+    wanted = generate(executor, ids, longer, seed=7).drawn
+    sequence = Sequence(slot=1, pages=pages_for(290, 3), ids=list(ids), params=longer, seed=7)
+    start = replace(sequence.init(), stops=frozenset({wanted[8]}))
+    decode = RowWork(slot=1, pages=sequence.pages, spare=1)
+    handles = [executor.launch(StepWork(inits=(start,), rows=(sequence.row(290),)))]
+    handles += [executor.launch(StepWork(rows=(decode,))) for _ in range(11)]
+    drawn = [token for handle in handles for token in executor.collect(handle).rows[0].tokens]
+    end = wanted.index(wanted[8])
+    assert drawn == wanted[: end + 1], "a stop id ends the slot, later rows do nothing"
+    assert end >= 4, "this prompt's answer crosses a page boundary first"
+    resumed = Sequence(slot=2, pages=[3, 9], ids=[*ids, *wanted[:4]], params=longer, seed=7, computed=256)
+    resumed.drawn = wanted[:4]
+    executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(2, 256, 1),)))
+    assert finish(executor, resumed) == wanted
 
 
 def test_refresh_may_come_late_and_after_rejected_drafts(executor):
@@ -147,7 +166,7 @@ def test_refresh_may_come_late_and_after_rejected_drafts(executor):
     executor.run(StepWork(inits=(init(0),)))
     for start, fed in ((0, ids[:252]), (252, [ids[252], *wrong]), (253, ids[253:])):
         executor.run(StepWork(rows=(RowWork(slot=0, start=start, ids=tuple(fed), pages=pages, sample_last=0),)))
-    executor.refresh((TailWork(0, 256, 0),))
+    executor.pools.refresh_tail(0, 256, 0)
     resumed = Sequence(slot=1, pages=[0, 5], ids=list(ids), params=GREEDY, seed=7, computed=256)
     executor.run(StepWork(inits=(resumed.init(),), tail_loads=(TailWork(1, 256, 0),)))
     got = finish(executor, resumed)

@@ -18,8 +18,9 @@ from tests.sim.shrink import Failure, attempt, shrink
 
 INTERESTING = (
     "preemptions",
+    "prefix_hits",
+    "replays",
     "resumed_from_tail",
-    "kept_evicted",
     "rebinds",
     "slots_adopted",
     "slots_not_adopted",

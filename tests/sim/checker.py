@@ -8,6 +8,8 @@ outlives its deadline or hangs; I13 everything back at the baseline; I14 bounded
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gateway.journal.events import ClientGone, Emit, Ended, Refused, Start, StopChoice
 from meshkit.core import Count, Received, Tick
 from meshkit.frames import GatewayHelloAck, Submit, Verdict, WorkerHelloAck
@@ -229,6 +231,9 @@ class Checker:
         elif effect.error_code == "deadline":
             if self.world.now_ns < track.deadline_ns - 2 * MS or spec.deadline_ms >= LONG_DEADLINE_MS:
                 raise Violation("I12", f"{where} ended by deadline")
+        elif effect.error_code == "never_fits":
+            if not self._never_fits(spec):
+                raise Violation("I2", f"{where} ended with never_fits: {effect.error_message}")
         elif effect.error_code != "request_poisoned" or self.world.faults_fired < 2:
             raise Violation("I2", f"{where} ended with {effect.error_code}: {effect.error_message}")
 
@@ -237,15 +242,18 @@ class Checker:
         if any(track.have) or any(track.ended) or track.silent:
             raise Violation("I2", f"request {spec.number} refused after it had begun")
         track.over = True
-        pages = -(-(len(spec.prompt) + spec.params.max_tokens - 1) // PAGE_TOKENS)
         fair = {
-            Verdict.NEVER_FITS: pages > knobs.pages,
+            Verdict.NEVER_FITS: self._never_fits(spec),
             Verdict.QUEUE_FULL: knobs.queue_requests < 1000,
             Verdict.DRAINING: any(fault.kind == "bye" for fault in self.world.scenario.faults),
             Verdict.NO_WORKER: self.world.faults_fired > 0 or self.world.now_ns < 300 * MS,
         }
         if not fair.get(effect.verdict, False):
             raise Violation("I2", f"request {spec.number} refused: {effect.verdict.name} {effect.message}")
+
+    def _never_fits(self, spec: RequestSpec) -> bool:
+        pages = -(-(len(spec.prompt) + spec.params.max_tokens - 1) // PAGE_TOKENS)
+        return pages > self.world.scenario.knobs.pages
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -306,7 +314,8 @@ class Checker:
             table, worker = process.core.table, state.workers[process.name]
             if table.slots or any(table._refs):
                 return f"{process.name} holds slots"
-            if sorted(table.published) != sorted(worker.published) or table.tails != worker.published_tails:
+            pages, tails = _published(state, worker)
+            if sorted(table.published) != pages or table.tails != tails:
                 return f"{process.name} has published other pages or tails than the scheduler knows"
         for process in world.gateways:
             if process.core.entries or process.core.bytes_used or process.core._rows._rows or process.core._calls:
@@ -320,6 +329,18 @@ class Checker:
         for track in self.tracks.values():
             if track.attempts > 2 + 2 * self.world.faults_fired + busy:
                 raise Violation("I14", f"request {track.spec.number} took {track.attempts} attempts")
+
+
+def _published(state: Any, worker: Any) -> tuple[list[int], dict[int, int]]:
+    """What the index says a worker has published: pages, and tails with their pages."""
+    pages: list[int] = []
+    tails: dict[int, int] = {}
+    for rank in worker.ranks:
+        there = state.index.pools[rank.pool]
+        pages += there.trie.page[there.trie.page >= 0].tolist()
+        for local in np.flatnonzero(there.tails.row >= 0).tolist():
+            tails[local + there.tails.base] = int(there.trie.page[there.tails.row[local]])
+    return sorted(pages), tails
 
 
 def _is_stale(process: "Process", event: Received) -> bool:

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 
 from meshkit.types import PAGE_TOKENS
 from tests.sim.reference import START_DIGEST, Sampler, fold, new_sampler
+from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import SlotTable
 from worker_svc.core.work import CopyWork, RowOutcome, RowWork, StepOutcome, StepWork, TailWork
 
 RING = 192
+LAYERS = 2
+REPLAY = 128 + 127 * (LAYERS - 1)
+"""Tokens of an exact replay."""
 
 
 class Violation(AssertionError):
@@ -30,13 +34,14 @@ class Page:
     after: list[int] = field(default_factory=lambda: [-1] * PAGE_TOKENS)
     run: int = 0
     torn: bool = False
+    tenant: str = ""  # whose ids it holds
 
     def clone(self) -> "Page":
-        return Page(self.before, list(self.after), self.run, self.torn)
+        return Page(self.before, list(self.after), self.run, self.torn, self.tenant)
 
-    def write(self, offset: int, before: int, after: int) -> None:
+    def write(self, offset: int, before: int, after: int, tenant: str) -> None:
         if offset == 0:
-            self.before, self.torn = before, False
+            self.before, self.torn, self.tenant = before, False, tenant
         elif offset > self.run or self.after[offset - 1] != before:
             self.torn = True
         self.after[offset] = after
@@ -49,6 +54,8 @@ class Place:
 
     sampler: Sampler
     ring: dict[int, int]
+    tenant: str = ""
+    exact_from: int = 0  # a replay is not exact before
 
 
 class Device:
@@ -59,12 +66,14 @@ class Device:
         self.pages = [Page() for _ in range(table.pools.pages * table.pools.ranks)]
         self.tails: list[tuple[int, int]] = [(0, -1)] * (table.pools.tails * table.pools.ranks)
         self.places: dict[int, Place] = {}
+        self.resident = ResidentSlots()
 
-    def run(self, work: StepWork, parked: set[int]) -> StepOutcome:
-        """Execute a step; rows whose index is in `parked` sample nothing."""
+    def run(self, work: StepWork, parked: set[int], tenants: dict[int, str]) -> StepOutcome:
+        """Execute a step; rows whose index is in `parked` sample nothing. `tenants`: of the slots that start."""
         for init in work.inits:
             sampler = new_sampler(init.seed, init.choice, init.params, init.emitted, init.prompt)
-            self.places[init.slot] = Place(sampler, {0: START_DIGEST})
+            self.places[init.slot] = Place(sampler, {0: START_DIGEST}, tenants[init.slot])
+            self.resident.init(init)
         for copy in work.copies:
             self._copy(copy)
         for load in work.tail_loads:
@@ -72,19 +81,20 @@ class Device:
             if pos != load.pos:
                 raise Violation("tail", f"slot {load.slot} loads tail {load.tail} at {load.pos}; it holds {pos}")
             self.places[load.slot].ring = {pos: digest}
-        for row in work.rows:
-            self._forward(row)
-        spans = {row.slot: (row.start, row.start + len(row.ids)) for row in work.rows}
+        rows = [self.resident.resolve(row) for row in work.rows]
+        for row in rows:
+            if row is not None:
+                self._forward(row)
+        spans = {row.slot: (row.start, row.start + len(row.ids)) for row in rows if row is not None}
         for save in work.saves:
             start, end = spans.get(save.slot, (0, 0))
             self._save(save, start + 1, end)
-        return StepOutcome(rows=tuple(self._sample(row, i in parked) for i, row in enumerate(work.rows)))
-
-    def refresh(self, saves: tuple[TailWork, ...]) -> None:
-        """Save tails after sampling."""
-        for save in saves:
-            end = next(reversed(self.places[save.slot].ring))
-            self._save(save, end - RING + 128, end)
+        outcomes = [RowOutcome(()) if row is None else self._sample(row, i in parked) for i, row in enumerate(rows)]
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if row is not None and (pos := self.resident.advance(row, outcome.tokens)):
+                end = next(reversed(self.places[row.slot].ring))
+                self._save(TailWork(row.slot, pos, row.spare), end - RING + 128, end)
+        return StepOutcome(rows=tuple(outcomes))
 
     def published(self, page: int) -> int:
         """Check that a page just published is whole; returns the digest at its end."""
@@ -99,16 +109,20 @@ class Device:
             raise Violation("I5", f"published tail {tail} is not the state at the end of page {page}")
 
     def _copy(self, copy: CopyWork) -> None:
-        self.places[copy.dst].ring = dict(self.places[copy.src].ring)
+        src, dst = self.places[copy.src], self.places[copy.dst]
+        dst.ring, dst.exact_from = dict(src.ring), src.exact_from
+        self.resident.copy(copy.src, copy.dst)
         if copy.src_page >= 0:
             self.pages[copy.dst_page] = self.pages[copy.src_page].clone()
 
     def _forward(self, row: RowWork) -> None:
         place = self.places[row.slot]
+        if row.start and row.start == row.fresh_from:
+            self._replay(row, place)
         digest = place.ring.get(row.start, -1)
         if digest < 0:
             raise Violation("ring", f"slot {row.slot} starts at {row.start}, where its ring holds nothing")
-        self._check_pages(row, digest)
+        self._check_pages(row, digest, place.tenant)
         ring = place.ring
         for pos in range(row.start + 1, row.start + 1 + len(ring)):
             if ring.pop(pos, -1) < 0:
@@ -125,17 +139,29 @@ class Device:
                     page = self.pages[number]
                     if number in published:
                         raise Violation("I4", f"slot {row.slot} writes position {pos} into published page {number}")
-                page.write(pos % PAGE_TOKENS, digest, after)
+                page.write(pos % PAGE_TOKENS, digest, after, place.tenant)
+            else:
+                self._check_shared(row, pos, after, place.tenant)
             digest = after
             ring[pos + 1] = after
         place.ring = ring
 
-    def _check_pages(self, row: RowWork, digest: int) -> None:
-        """Everything below `start` must be this sequence's, whole, in its own pages."""
+    def _replay(self, row: RowWork, place: Place) -> None:
+        """Start without a ring: everything older comes from pages, and the windows are exact only some tokens later."""
+        page = self.pages[row.pages[(row.start - 1) // PAGE_TOKENS]]
+        place.ring = {row.start: page.after[(row.start - 1) % PAGE_TOKENS]}
+        place.exact_from = row.start + REPLAY
+        if row.write_from < place.exact_from:
+            raise Violation("replay", f"slot {row.slot} replays {row.write_from - row.start} tokens of {REPLAY}")
+
+    def _check_pages(self, row: RowWork, digest: int, tenant: str) -> None:
+        """Everything below `start` must be this sequence's, whole, in pages of its tenant."""
         expected = START_DIGEST
         full, rest = divmod(row.start, PAGE_TOKENS)
         for index in range(full + (rest > 0)):
             page = self.pages[row.pages[index]]
+            if page.tenant != tenant:
+                raise Violation("I10", f"slot {row.slot} of {tenant} reads page {row.pages[index]} of {page.tenant}")
             need = PAGE_TOKENS if index < full else rest
             if page.torn or page.run < need or page.before != expected:
                 raise Violation("I4", f"slot {row.slot} reads page {row.pages[index]}: {page.run} of {need} entries")
@@ -143,12 +169,23 @@ class Device:
         if expected != digest:
             raise Violation("I4", f"slot {row.slot} at {row.start}: its pages and its ring are of different sequences")
 
+    def _check_shared(self, row: RowWork, pos: int, after: int, tenant: str) -> None:
+        """A position that is computed but not written: its page must hold the same, of the same tenant."""
+        number = row.pages[pos // PAGE_TOKENS]
+        page = self.pages[number]
+        if page.tenant != tenant:
+            raise Violation("I10", f"slot {row.slot} of {tenant} shares page {number} of {page.tenant}")
+        if page.torn or page.run != PAGE_TOKENS or page.after[pos % PAGE_TOKENS] != after:
+            raise Violation("I5", f"slot {row.slot} shares page {number}, which is not its own at {pos}")
+
     def _save(self, save: TailWork, first: int, last: int) -> None:
         if not first <= save.pos <= last:
             raise Violation("tail", f"slot {save.slot} saves a tail at {save.pos}, not in {first}..{last}")
         digest = self.places[save.slot].ring.get(save.pos, -1)
         if digest < 0:
             raise Violation("tail", f"slot {save.slot} saves a tail at {save.pos}, which its ring does not hold")
+        if save.pos < self.places[save.slot].exact_from:
+            raise Violation("replay", f"slot {save.slot} saves a tail at {save.pos}, before its replay is exact")
         if save.tail in self.table.tails:
             raise Violation("I4", f"slot {save.slot} writes into published tail {save.tail}")
         self.tails[save.tail] = (save.pos, digest)

@@ -10,20 +10,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from gateway.journal import journal as journal_module
 from gateway.journal.journal import Journal
 from gateway.journal.rows import RowTable
 from gateway.journal.timers import Alarm
 from meshkit import uplink
-from scheduler_svc.core import adopt, attach, book, finish, plan, submit
+from meshkit.pages import namespace_key, page_keys
+from scheduler_svc.core import admit, adopt, attach, book, finish, fork, room, seal, submit
 from scheduler_svc.core.ledger import Pool
+from scheduler_svc.core.prefix import PrefixIndex
+from scheduler_svc.core.reuse import Prices
 from scheduler_svc.core.state import Worker
+from scheduler_svc.core.trie import PageTrie
 from tests.sim.scenario import draw
 from tests.sim.shrink import attempt
 from worker_svc.core import book as worker_book
 from worker_svc.core import plan as worker_plan
 from worker_svc.core import slots as worker_slots
 from worker_svc.core.dump import dump_frames
+from worker_svc.core.resident import ResidentSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +137,9 @@ def _fences_off(original: Any) -> Any:
 
 
 def _last_page_kept(original: Any) -> Any:
-    def release(worker: Worker, closing: Any) -> Any:
+    def release(st: Any, closing: Any) -> Any:
         closing.pages = closing.pages[:-1]
-        return original(worker, closing)
+        return original(st, closing)
 
     return release
 
@@ -142,6 +149,7 @@ def _row_generation_unchecked(original: Any) -> Any:
         for row in record.rows:
             if row.seq.worker == worker.name:
                 row.gen = row.seq.gen
+        record.gens = np.array([seq.gen if seq.worker == worker.name else -1 for seq in record.seqs], np.int64)
         original(st, worker, record, result)
 
     return book_frame
@@ -172,14 +180,13 @@ def _resent_from_zero(original: Any) -> Any:
 
 
 def _spare_position_wrong(original: Any) -> Any:
-    def settle(st: Any, worker: Worker, seq: Any) -> None:
+    def close_out(st: Any, worker: Worker, seq: Any) -> list[int]:
         if seq.spare_pos > 256:
             seq.spare_pos -= 256
-        elif seq.base_pos > 256:
-            seq.base_pos -= 256
-        original(st, worker, seq)
+        found: list[int] = original(st, worker, seq)
+        return found
 
-    return settle
+    return close_out
 
 
 def _adopted_unseen(original: Any) -> Any:
@@ -191,12 +198,13 @@ def _adopted_unseen(original: Any) -> Any:
 
 
 def _not_retired(original: Any) -> Any:
-    def release(self: Worker, rank: Any, page: int, *, kept: bool = False) -> None:
-        original(self, rank, page, kept=kept)
-        if self.retire_pages and self.retire_pages[-1] == page:
-            self.retire_pages.pop()
+    def evict(st: Any, worker: Worker, rank: Any, n: int) -> int:
+        before = list(worker.retire_pages)
+        found = original(st, worker, rank, n)
+        worker.retire_pages = before
+        return found
 
-    return release
+    return evict
 
 
 def _history_not_sent(original: Any) -> Any:
@@ -215,16 +223,6 @@ def _freed_twice(original: Any) -> Any:
         return was_last
 
     return drop
-
-
-def _lost_worker_keeps_kept(original: Any) -> Any:
-    def lost(st: Any, worker: Worker, *, planned: bool) -> None:
-        kept = [(seq, seq.kept) for rank in worker.ranks for seq in rank.keepers]
-        original(st, worker, planned=planned)
-        for seq, value in kept:
-            seq.kept = value
-
-    return lost
 
 
 def _nothing(original: Any) -> Any:
@@ -254,6 +252,46 @@ def _only_first_closed(original: Any) -> Any:
     return close_rows
 
 
+def _one_namespace(original: Any) -> Any:
+    def names(st: Any, sub: Any) -> Any:
+        namespace = namespace_key("", "", "rev", "kv")
+        return namespace, tuple(page_keys(sub.prompt, namespace))
+
+    return names
+
+
+def _tail_a_page_early(original: Any) -> Any:
+    def attach(st: Any, worker: Worker, rank: Any, seq: Any, saved: Any) -> bool:
+        return original(st, worker, rank, seq, replace(saved, pos=saved.pos - 256 if saved.pos > 256 else saved.pos))
+
+    return attach
+
+
+def _replay_too_short(original: Any) -> Any:
+    return property(lambda self: original.fget(self) - 1)
+
+
+def _shared_pages_written(original: Any) -> Any:
+    def place(st: Any, draft: Any, offer: Any, seq: Any) -> None:
+        original(st, draft, offer, seq)
+        seq.write_from = 0
+
+    return place
+
+
+def _published_before_booked(original: Any) -> Any:
+    def seal_choice(st: Any, worker: Worker, seq: Any) -> None:
+        length, seq.length = seq.length, min(seq.fed, seq.total)
+        original(st, worker, seq)
+        seq.length = length
+
+    return seal_choice
+
+
+def _always_settled(original: Any) -> Any:
+    return lambda seq: True
+
+
 # ---- worker ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,13 +300,13 @@ def _partial_page_forgotten(original: Any) -> Any:
 
 
 def _parked_advances(original: Any) -> Any:
-    def book_row(index: int, slot: Any, work: Any, outcome: Any, columns: Any) -> Any:
-        tokens = original(index, slot, work, outcome, columns)
-        if work.sample_last and not tokens and len(work.ids) == 1:
-            slot.length += 1
-        return tokens
+    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...]) -> int:
+        found = original(self, row, tokens)
+        if row.sample_last and not tokens and row.slot in self.places:
+            self.places[row.slot].length += 1
+        return found
 
-    return book_row
+    return advance
 
 
 def _stop_ids_ignored(original: Any) -> Any:
@@ -308,12 +346,11 @@ def _touched_kept(original: Any) -> Any:
 
 
 def _refresh_forgotten(original: Any) -> Any:
-    def book_step(*args: Any) -> Any:
-        booked = original(*args)
-        booked.refreshes = ()
-        return booked
+    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...]) -> int:
+        original(self, row, tokens)
+        return 0
 
-    return book_step
+    return advance
 
 
 def _generations_restart(original: Any) -> Any:
@@ -331,22 +368,29 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("row_generation_unchecked", ((book, "book", _row_generation_unchecked),)),
     Mutant("tombstones_ignored", ((submit, "_decide", _tombstones_ignored),)),
     Mutant("resume_base_off_by_one", ((submit, "emit", _base_off_by_one),)),
-    Mutant("tail_at_wrong_position", ((finish, "settle_preempted", _spare_position_wrong),)),
+    Mutant("tail_at_wrong_position", ((finish, "close_out", _spare_position_wrong),)),
     Mutant("adopted_ids_not_told", ((adopt, "_missing_ids", _adopted_unseen),)),
-    Mutant("freed_page_not_retired", ((Worker, "release_page", _not_retired),)),
-    Mutant("history_not_sent", ((plan, "_init", _history_not_sent),)),
-    Mutant("output_position_restarts", ((plan, "_init", _start_without_ids),)),
+    Mutant("freed_page_not_retired", ((room, "evict", _not_retired),)),
+    Mutant("history_not_sent", ((admit, "init", _history_not_sent), (fork, "init", _history_not_sent))),
+    Mutant("output_position_restarts", ((admit, "init", _start_without_ids), (fork, "init", _start_without_ids))),
     Mutant("page_freed_twice", ((Pool, "drop", _freed_twice),)),
-    Mutant("kept_pages_of_lost_worker", ((attach, "_worker_lost", _lost_worker_keeps_kept),)),
+    Mutant("pool_of_lost_worker_kept", ((PrefixIndex, "drop_pool", _nothing),)),
+    Mutant("namespace_ignored", ((submit, "_names", _one_namespace),)),
+    Mutant("tail_at_wrong_page", ((seal, "_attach", _tail_a_page_early),)),
+    Mutant("replay_too_short", ((Prices, "replay_tokens", _replay_too_short),)),
+    Mutant("shared_pages_written", ((admit, "_place", _shared_pages_written),)),
+    Mutant("published_before_booked", ((seal, "seal", _published_before_booked),)),
+    Mutant("spare_published_while_written", ((seal, "_settled", _always_settled),)),
+    Mutant("pages_in_use_evicted", ((PageTrie, "acquire", _nothing), (PageTrie, "release", _nothing))),
     Mutant("only_first_cancel_of_batch", ((attach, "close_rows", _only_first_closed),)),
     Mutant("deadline_ignored", ((Journal, "_alarm", _deadline_ignored), (finish, "end_request", _nothing))),
     Mutant("orphans_not_dropped", ((adopt, "drop_orphan", _nothing),)),
     Mutant("any_slot_adopted", ((adopt, "_missing_ids", _any_slot_adopted),)),
     Mutant("failed_step_keeps_slots", ((worker_slots, "touched_slots", _touched_kept),)),
-    Mutant("tail_refresh_forgotten", ((worker_slots, "book", _refresh_forgotten),)),
+    Mutant("tail_refresh_forgotten", ((ResidentSlots, "advance", _refresh_forgotten),)),
     Mutant("generations_restart", ((worker_slots.SlotMachine, "_hello", _generations_restart),)),
     Mutant("copy_forgets_partial_page", ((worker_plan, "_copy", _partial_page_forgotten),)),
-    Mutant("parked_row_advances", ((worker_book, "_book_row", _parked_advances),)),
+    Mutant("parked_row_advances", ((ResidentSlots, "advance", _parked_advances),)),
     Mutant("stop_ids_ignored", ((worker_plan, "_stops", _stop_ids_ignored),)),
     Mutant("dump_before_held_frames", ((worker_slots.SlotMachine, "_advance", _dump_before_held_frames),)),
     Mutant("spare_saved_a_page_early", ((worker_plan, "_chunk_row", _spare_saved_early),)),

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from meshkit.types import PAGE_TOKENS, SamplingParams
-from tests.sim.reference import VOCAB
+from scheduler_svc.core.policy import PolicyName
+from tests.sim.reference import VOCAB, expected_output
 
 LONG_DEADLINE_MS = 120_000
 """A deadline that no run may reach: missing it is a hang."""
@@ -41,6 +42,8 @@ class Knobs:
     configured: bool = True  # the scheduler knows its workers' names
     bypass: int = 32
     scan: int = 64
+    policy: PolicyName = "fcfs"
+    conservativeness: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +101,12 @@ def draw(seed: int) -> Scenario:
     workload = generator(seed, "workload")
     shared = [[workload.randrange(VOCAB) for _ in range(3 * PAGE_TOKENS)] for _ in range(2)]
     window = workload.choice((20, 200, 900))  # how bunched arrivals are
-    requests = [_request(i, knobs, shared, window, workload) for i in range(workload.randint(1, 8))]
+    requests: list[RequestSpec] = []
+    for number in range(workload.randint(1, 10)):
+        request = _request(number, knobs, shared, window, workload)
+        if requests and workload.random() < 0.2:
+            _go_on(request, workload.choice(requests), workload)
+        requests.append(request)
     return Scenario(seed=seed, knobs=knobs, requests=requests, faults=_faults(generator(seed, "faults")))
 
 
@@ -129,6 +137,8 @@ def _knobs(rng: Random) -> Knobs:
         configured=rng.random() < 0.7,
         bypass=rng.choice((0, 2, 32)),
         scan=rng.choice((2, 64)),
+        policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
+        conservativeness=rng.choice((0.0, 0.0, 0.5, 1.0)),
     )
 
 
@@ -150,14 +160,27 @@ def _request(number: int, knobs: Knobs, shared: list[list[int]], window: int, rn
     )
 
 
+def _go_on(request: RequestSpec, before: RequestSpec, rng: Random) -> None:
+    """The next turn of an earlier request: its prompt, its answer and a few ids more, some time later."""
+    answer = expected_output(before.prompt, before.seed, 0, before.params).ids
+    prompt = before.prompt + answer + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 30))]
+    if len(prompt) < 4 * PAGE_TOKENS:
+        request.prompt, request.tenant = prompt, before.tenant
+        request.at_ms = before.at_ms + rng.uniform(0, 1500)
+
+
 def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
     """Short ones, ones that end near a page boundary, long ones; some share a prefix."""
     near = rng.choice((1, 1, 2)) * PAGE_TOKENS - rng.choice((-3, -1, 0, 1, 2, 5, 12, 20))
     length = rng.choice((rng.randint(1, 40), near, near))
-    if rng.random() < 0.1:
+    if rng.random() < 0.2:
         length = rng.randint(1, 3 * PAGE_TOKENS)
-    if rng.random() < 0.6:
+    kind = rng.random()
+    if kind < 0.5:
         return shared[rng.randrange(2)][:length]
+    if kind < 0.75:
+        same = rng.choice((1, 1, 2, 2, 3)) * PAGE_TOKENS
+        return shared[rng.randrange(2)][:same] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))]
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 SEEDS = 300
 MUTANT_SEEDS = 400
 RARE = {
-    "kept_pages_of_lost_worker": 8000,
+    "row_generation_unchecked": 4000,
     "orphans_not_dropped": 2000,
     "failed_step_keeps_slots": 2000,
-    "tail_refresh_forgotten": 2000,
+    "spare_published_while_written": 8000,
 }
 """Bugs that need so many seeds that only the nightly lane looks for them."""
 
@@ -44,6 +44,9 @@ def test_invariants_hold():
     assert tally.completed > SEEDS and tally.tokens > 20 * SEEDS
     for name in (
         "preemptions",
+        "prefix_hits",
+        "replays",
+        "resumed_from_tail",
         "slots_adopted",
         "rebinds",
         "workers_lost",

@@ -26,16 +26,22 @@ from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.events import Drain, Drained
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
-from tests.sim.device import Device, Violation
+from tests.sim.device import LAYERS, Device, Violation
 from tests.sim.reference import EOS, KV_LAYOUT, MODEL_REVISION, VOCAB, namespace
 from tests.sim.scenario import Fault, RequestSpec, Scenario, generator
-from worker_svc.core.effects import Ran, Refresh, Run
+from worker_svc.core.effects import Ran, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 
 MS = 1_000_000
 MODEL = ModelInfo(
-    name="sim", revision=MODEL_REVISION, vocab_size=VOCAB, max_context=2048, eos_ids=(EOS,), kv_layout_id=KV_LAYOUT
+    name="sim",
+    revision=MODEL_REVISION,
+    vocab_size=VOCAB,
+    max_context=2048,
+    eos_ids=(EOS,),
+    kv_layout_id=KV_LAYOUT,
+    layers=LAYERS,
 )
 SETTLE_MS = 15_000
 """After the last request has ended the mesh must be back at its baseline within this time."""
@@ -72,6 +78,8 @@ class Process:
         self.slow = 1.0
         self.core: Any = None
         self.device: Device | None = None
+        self.device_free_ns = 0  # when it will have done all steps launched so far
+        self.failed_era = -1  # no further step of this era happens
         self.inbox: deque[Any] = deque()
         self.wish_ns = -1
         self.streams: dict[int, Stream] = {}
@@ -104,6 +112,7 @@ class Process:
             )
             self.core = SlotMachine(config, world.rng_network)
             self.device = Device(self.core.table)
+            self.device_free_ns, self.failed_era = 0, -1
             self.seen_pages = {}
         else:
             self.core = Journal(
@@ -142,6 +151,8 @@ def _limits(knobs: Any) -> SchedulerLimits:
         adopt_ids=knobs.adopt_ids,
         bypass=knobs.bypass,
         scan=knobs.scan,
+        policy=knobs.policy,
+        conservativeness=knobs.conservativeness,
     )
 
 
@@ -253,9 +264,6 @@ class World:
             self.checker.counted(process, effect)
         elif isinstance(effect, Run):
             self._run(process, effect)
-        elif isinstance(effect, Refresh):
-            assert process.device is not None
-            process.device.refresh(effect.saves)
         elif isinstance(effect, (Emit, Ended, Refused)):
             self._client(process, effect)
         elif isinstance(effect, Dial):
@@ -276,22 +284,26 @@ class World:
     def _run(self, process: Process, effect: Run) -> None:
         work, epoch, rng = effect.work, process.epoch, self.rng_device
         knobs = self.scenario.knobs
-        tokens = sum(len(row.ids) for row in work.rows)
+        tokens = sum(len(row.ids) or 1 for row in work.rows)
         duration = (knobs.step_ms * rng.uniform(0.7, 1.3) + 0.02 * tokens) * process.slow
         parked = {i for i in range(len(work.rows)) if knobs.park and rng.random() < knobs.park}
         fails = bool(knobs.step_error) and rng.random() < knobs.step_error
         self.faults_fired += fails
+        slots = process.core.table.slots
+        tenants = {init.slot: self.names[slots[init.slot].request_id].tenant for init in work.inits}
+        process.device_free_ns = max(self.now_ns, process.device_free_ns) + int(duration * MS)
 
         def done() -> None:
             if process.epoch != epoch or not process.alive:
                 return
             assert process.device is not None
-            if fails:
+            if fails or process.failed_era == effect.era:
+                process.failed_era = effect.era
                 process.deliver(Ran(None, "simulated"))
             else:
-                process.deliver(Ran(process.device.run(work, parked)))
+                process.deliver(Ran(process.device.run(work, parked, tenants)))
 
-        self.after(duration, done)
+        self.at(process.device_free_ns, done)
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 
@@ -327,9 +339,9 @@ class World:
         if stream.dead or self.now_ns >= stream.cut_ns[side]:
             return
         arrival = max(self.now_ns + self._delay_ns(), stream.stalled_ns[side], stream.last_ns[side] + 1)
+        stream.last_ns[side] = arrival  # also of what is lost: nothing sent behind it arrives either
         if arrival >= stream.cut_ns[side]:
             return
-        stream.last_ns[side] = arrival
         self.at(arrival, action)
 
     def _send(self, process: Process, effect: Send) -> None:
@@ -442,6 +454,7 @@ class World:
             tenant=request.tenant,
             priority=request.priority,
             deadline_ms=request.deadline_ms,
+            namespace=namespace(request.tenant),
         )
         self.checker.arrived(request, gateway)
         gateway.deliver(start)

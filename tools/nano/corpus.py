@@ -1,6 +1,7 @@
 """The mixture of v4-nano's training text: which kinds of documents, how often, from which sources.
 
-A `Corpus` draws documents from a seeded generator. The natural texts are optional: without them (in tests) small stand-ins of our own words keep every kind of document possible.
+A `Corpus` draws documents from a seeded generator. The natural texts are optional: without them, as in tests, small
+stand-ins of our own words keep every kind of document possible.
 """
 
 from __future__ import annotations

@@ -53,8 +53,12 @@ class Feed:
         return int(self._queue.qsize())
 
     def stop(self) -> None:
+        """End the generators."""
         for process in self._processes:
             process.terminate()
+            process.join()
+        self._queue.cancel_join_thread()
+        self._queue.close()
 
 
 def _generate(sources: Sources, folder: Path, batches: Any, level: Any, rows: int, length: int, seed: int) -> None:

@@ -62,6 +62,9 @@ CODES = PairStyle(
     _thing_keys,
     _code,
 )
+INVENTED = PairStyle(
+    "{key} = {value}", ("What is {key}?", "Value of {key}?"), "{key} = {value}", _invented_keys, invented
+)
 STYLES = (
     PairStyle("{key}: {value}", ("Which number belongs to the {key}?", "{key}?"), "{key}: {value}", _thing_keys, _code),
     PairStyle(
@@ -72,7 +75,7 @@ STYLES = (
         lambda rng: rng.choice(CITIES),
         " ",
     ),
-    PairStyle("{key} = {value}", ("What is {key}?", "Value of {key}?"), "{key} = {value}", _invented_keys, invented),
+    INVENTED,
     PairStyle("{key}: {value}", ("What is the number of {key}?",), "{key}: {value}", _name_keys, _code, "; "),
 )
 

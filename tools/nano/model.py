@@ -55,6 +55,11 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x.to(compute_dtype), weight.to(compute_dtype))
 
 
+def _unflat(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    result: Tensor = torch.unflatten(x, dim, sizes)
+    return result
+
+
 def _rms(x: Tensor) -> Tensor:
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
@@ -68,7 +73,7 @@ def _rotate(x: Tensor, turns: Tensor, sign: float = 1.0) -> Tensor:
     """x [..., d] with its last dims turned pair by pair; turns [..., r/2, 2] holds cosine and sine."""
     width = 2 * turns.shape[-2]
     cos, sin = turns[..., 0], turns[..., 1] * sign
-    a, b = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = _unflat(x[..., -width:].float(), -1, (-1, 2)).unbind(-1)
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return torch.cat([x[..., :-width], turned.to(x.dtype)], -1)
 
@@ -97,7 +102,7 @@ def collapse(x: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> tuple[Tensor
     n, g = x.shape[2], _gates(x, fn)
     pre = torch.sigmoid(g[..., :n] * scale[0] + base[:n]) + 1e-6
     post = 2 * torch.sigmoid(g[..., n : 2 * n] * scale[1] + base[n : 2 * n])
-    comb = (g[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n)).softmax(-1) + 1e-6
+    comb = _unflat(g[..., 2 * n :] * scale[2] + base[2 * n :], -1, (n, n)).softmax(-1) + 1e-6
     comb = comb / (comb.sum(-2, keepdim=True) + 1e-6)
     for _ in range(19):
         comb = comb / (comb.sum(-1, keepdim=True) + 1e-6)
@@ -146,7 +151,7 @@ class Compressor(nn.Module):
 
     def forward(self, x: Tensor, turns: Tensor, starts: Tensor) -> Tensor:
         """x [B, T, D], turns of all positions, starts [B, n] (entries without a past) -> [B, n, width]."""
-        groups = x.unflatten(1, (-1, self.ratio))
+        groups = _unflat(x, 1, (-1, self.ratio))
         kv, gate = _linear(groups, self.wkv), _linear(groups, self.wgate).float() + self.ape
         if self.ratio == 4:
             kv, gate = self._with_past(kv), self._with_past(gate)
@@ -185,12 +190,13 @@ class Indexer(nn.Module):
     def forward(self, x: Tensor, qr: Tensor, turns: Tensor, starts: Tensor, on: Tensor) -> Tensor:
         """x [B, T, D], qr [B, T, q_lora] -> scores [B, T, n] FP32."""
         assert isinstance(self.hadamard, Tensor)
-        q = _linear(round_input(qr, on), fp8_weight(self.wq_b, on)).unflatten(-1, (self.heads, self.width))
+        q = _unflat(_linear(round_input(qr, on), fp8_weight(self.wq_b, on)), -1, (self.heads, self.width))
         q = round_index(_linear(_rotate(q, turns.unsqueeze(1)), self.hadamard) * self.width**-0.5, on)
         k = round_index(_linear(self.compressor(x, turns, starts), self.hadamard) * self.width**-0.5, on)
-        products = torch.bmm(q.flatten(1, 2), k.transpose(1, 2)).unflatten(1, (-1, self.heads))
+        products = _unflat(torch.bmm(q.flatten(1, 2), k.transpose(1, 2)), 1, (-1, self.heads))
         weights = _linear(x, self.weights_proj).float() * (self.heads * self.width) ** -0.5
-        return (F.relu(products.float()) * weights.unsqueeze(-1)).sum(2)
+        scores: Tensor = (F.relu(products.float()) * weights.unsqueeze(-1)).sum(2)
+        return scores
 
 
 def _sylvester(size: int) -> Tensor:
@@ -235,12 +241,12 @@ class Attention(nn.Module):
         rows, length, _ = x.shape
         rounded = round_input(x, on)
         qr = _norm(_linear(rounded, fp8_weight(self.wq_a, on)), self.q_norm)
-        q = _linear(round_input(qr, on), fp8_weight(self.wq_b, on)).unflatten(-1, (self.heads, self.width))
+        q = _unflat(_linear(round_input(qr, on), fp8_weight(self.wq_b, on)), -1, (self.heads, self.width))
         q = _rotate(_rms(q).to(compute_dtype), turns.unsqueeze(1))
         k = _rotate(_norm(_linear(rounded, fp8_weight(self.wkv, on)), self.kv_norm), turns)
         k = round_key(k, self.rope, on)
         starts = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
-        blocks = k.unflatten(1, (-1, BLOCK))
+        blocks = _unflat(k, 1, (-1, BLOCK))
         window = torch.cat([F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0)), blocks], 2).flatten(0, 1)
         per_block = q.reshape(-1, BLOCK * self.heads, self.width)
         scores = torch.bmm(per_block, window.transpose(1, 2)).view(rows, length, self.heads, 2 * BLOCK).float()
@@ -319,8 +325,8 @@ class Attention(nn.Module):
 
     def _output(self, out: Tensor, turns: Tensor, on: Tensor) -> Tensor:
         """[B, T, H, d] -> [B, T, D]; the input of wo_a stays as it is, that of wo_b is rounded."""
-        out = _rotate(out, turns.unsqueeze(1), -1.0).flatten(2).unflatten(-1, (self.groups, -1))
-        weight = fp8_weight(self.wo_a, on).unflatten(0, (self.groups, -1)).to(compute_dtype)
+        out = _unflat(_rotate(out, turns.unsqueeze(1), -1.0).flatten(2), -1, (self.groups, -1))
+        weight = _unflat(fp8_weight(self.wo_a, on), 0, (self.groups, -1)).to(compute_dtype)
         mixed = torch.einsum("btgd,god->btgo", out, weight).flatten(2)
         return _linear(round_input(mixed, on), fp8_weight(self.wo_b, on))
 
@@ -368,8 +374,10 @@ class MoE(nn.Module):
         x = _norm(y, norm)
         scores = F.softplus(F.linear(x.float(), self.gate)).sqrt()
         if self.hashed:
+            assert isinstance(self.gate__tid2eid, Tensor)
             chosen = F.embedding(ids, self.gate__tid2eid)
         else:
+            assert isinstance(self.gate__bias, Tensor)
             chosen = (scores.detach() + self.gate__bias).topk(self.k, -1).indices
         mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
         if self.training:
@@ -379,7 +387,7 @@ class MoE(nn.Module):
         x = round_input(x, on)
         e, s = self.experts, self.shared_experts
         w1, w3 = fp4_weight(e.w1, on).flatten(0, 1), fp4_weight(e.w3, on).flatten(0, 1)
-        inner = self._activate(_linear(x, w1), _linear(x, w3)).unflatten(-1, (mask.shape[-1], -1))
+        inner = _unflat(self._activate(_linear(x, w1), _linear(x, w3)), -1, (mask.shape[-1], -1))
         inner = round_input((inner * weights.unsqueeze(-1)).to(compute_dtype), on).flatten(-2)
         out = _linear(inner, fp4_weight(e.w2, on).permute(1, 0, 2).flatten(1))
         inner = self._activate(_linear(x, fp8_weight(s.w1, on)), _linear(x, fp8_weight(s.w3, on))).to(compute_dtype)
@@ -467,7 +475,8 @@ class NanoModel(nn.Module):
         following = torch.roll(batch.ids, -1, 1)
         draft = self.draft
         joined = draft.join(x, F.embedding(following, self.embed), switches.rounding)
-        return draft(joined, following, self._turns(0, batch), batch, switches)[0]
+        streams: Tensor = draft(joined, following, self._turns(0, batch), batch, switches)[0]
+        return streams
 
     @property
     def draft(self) -> Draft:

@@ -199,7 +199,8 @@ def _note(rng: random.Random, c: _Cast) -> list[str]:
         f'The note said, "Bring this {other} to the {c.last}."',
         f"They ran all the way to the {c.last}.",
         f"{rng.choice(('An old', 'A tired', 'A friendly'))} {rng.choice(JOBS)} opened the door.",
-        f'"You brought back my {other}!" the {rng.choice(("stranger", "neighbour"))} said, and gave them {c.food} to eat.',
+        f'"You brought back my {other}!" the {rng.choice(("stranger", "neighbour"))} said, '
+        f"and gave them {c.food} to eat.",
     ]
 
 

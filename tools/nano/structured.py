@@ -38,7 +38,8 @@ def extract(rng: random.Random) -> Document:
     value: Any = picked[0] if len(picked) == 1 else picked
     text = " ".join(text for _, text in people)
     indented = rng.random() < 0.25
-    ask = f"Read the text and answer with {'indented ' if indented else ''}JSON only. Keys: {', '.join(keys)}.\nText: {text}"
+    style = "indented JSON" if indented else "JSON"
+    ask = f"Read the text and answer with {style} only. Keys: {', '.join(keys)}.\nText: {text}"
     answer = json.dumps(value, indent=2 if indented else None)
     exchange = Exchange(ask, answer, f"The keys are {', '.join(keys)}.")
     thinking = rng.random() < 0.15

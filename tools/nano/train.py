@@ -4,7 +4,7 @@
 
 In order: generators start, the model compiles, a rehearsal writes every kind of file once, then training runs with its
 schedule. A twin that never saw rounding is branched off, settled and saved before rounding is switched on. OUT gets
-log.jsonl, twin/, snapshot/, weights/ (BF16) and export/. A number in OUT/train_secs, read as training runs, moves the end.
+log.jsonl, twin/, snapshot/, weights/ (BF16) and export/. A number in OUT/train_secs moves the end.
 """
 
 from __future__ import annotations
@@ -129,17 +129,20 @@ class Trainer:
 
     def run(self) -> None:
         """Everything, to the end."""
-        self.say("start", parameters=parameter_count(self.model), options=_printable(asdict(self.options)))
-        if self.options.compiled:
-            compile_parts(self.model)
-        for _ in range(3):
-            self._train_step(1e-4)
-        self._wait()
-        self.say("compiled", memory_gib=self._memory())
-        self._rehearse()
-        self._train()
-        self._finish()
-        self.feed.stop()
+        try:
+            self.say("start", parameters=parameter_count(self.model), options=_printable(asdict(self.options)))
+            if self.options.compiled:
+                compile_parts(self.model)
+            for _ in range(3):
+                self._train_step(1e-4)
+            self._wait()
+            self.say("compiled", memory_gib=self._memory())
+            self._rehearse()
+            self._train()
+            self._finish()
+        finally:
+            self.feed.stop()
+            self._log.close()
 
     def _rehearse(self) -> None:
         """Everything that happens at the end, once, before anything is at stake."""
@@ -188,6 +191,8 @@ class Trainer:
                 self._save("snapshot")
                 clock.pause(began)
                 mark, tokens = time.monotonic(), 0
+        if twin_due:
+            self._twin()
 
     def _adjust(self, clock: Clock) -> None:
         told = self.options.out / "train_secs"

@@ -10,25 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshkit.numerics_names import EXACT_NAMES, KV_NAMES, SCHEMES_OF_EXPERTS, KvFormat
 from worker_svc.checkpoint.errors import NumericsError
 from worker_svc.checkpoint.names import ExpertFormat
 
-KvFormat = Literal["fp32", "bf16", "fp8_e4m3", "fp8_e5m2"]
 IndexerFormat = Literal["none", "fp8", "fp4"]
 
-KV_NAMES: dict[str, KvFormat] = {
-    "fp32": "fp32",
-    "float32": "fp32",
-    "bf16": "bf16",
-    "bfloat16": "bf16",
-    "fp8": "fp8_e4m3",
-    "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e5m2",
-}
 INDEXER_NAMES: dict[str, IndexerFormat] = {"none": "none", "fp8": "fp8", "fp4": "fp4"}
-
-_EXACT = ("auto", "exact")
-_FORMATS_OF: dict[ExpertFormat, tuple[str, ...]] = {"fp4": ("fp4", "mxfp4", "w4a8"), "fp8": ("fp8",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +70,13 @@ def choose_numerics(
 
 
 def _activations(expert_format: ExpertFormat, name: str) -> Literal["none", "fp8"]:
-    if name in _EXACT:
+    if name in EXACT_NAMES:
         return "none"
-    there = _FORMATS_OF[expert_format]
+    there = SCHEMES_OF_EXPERTS[expert_format]
     if name in there:
         return "fp8"
     held = "FP4 experts and FP8 dense weights" if expert_format == "fp4" else "FP8 weights throughout"
-    raise NumericsError("--quantization", name, f"the checkpoint has {held}", (*_EXACT, *there))
+    raise NumericsError("--quantization", name, f"the checkpoint has {held}", (*EXACT_NAMES, *there))
 
 
 def _kv(name: str, activations: str) -> KvFormat:

@@ -1,6 +1,8 @@
-"""Book what a step sampled: advance slots, test for their end, fill the ResultFrame, name the spares to refresh.
+"""Book what a step sampled: advance slots, test for their end, fill the ResultFrame with the spares that are current.
 
-A slot that ends or is parked does not advance: its length stays at the last token fed, so a parked row reruns exactly.
+The same rules as the device's (`resident`). A slot that ends or is parked does not advance: its length stays at the
+last token fed, so a parked row reruns exactly. Later steps may be under way, and the slot may have been freed by one:
+its row is booked all the same.
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +13,7 @@ from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, TokenLogprobs
 from worker_svc.core.plan import Prepared
 from worker_svc.core.table import FrameError, Slot
-from worker_svc.core.work import RowOutcome, RowWork, StepOutcome, TailWork
-
-
-@dataclass(slots=True)
-class Booked:
-    """What one frame came to."""
-
-    result: ResultFrame
-    refreshes: tuple[TailWork, ...]
+from worker_svc.core.work import RowOutcome, RowWork, StepOutcome
 
 
 @dataclass(slots=True)
@@ -31,25 +25,25 @@ class _Columns:
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
 
 
-def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> Booked:
+def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> ResultFrame:
     """Advance every slot of the frame. Raises FrameError, before changing anything, if the outcome does not fit."""
     _check(prepared, outcome, vocab_size)
     columns = _Columns()
-    refreshes: list[TailWork] = []
     outcomes = iter(outcome.rows)
     for index, row in enumerate(prepared.rows):
-        tokens = _skip(columns) if row.work is None else _book_row(index, row.slot, row.work, next(outcomes), columns)
+        slot = row.slot
+        tokens = _skip(columns) if row.work is None else _book_row(index, slot, row.work, next(outcomes), columns)
         columns.counts.append(len(tokens))
         columns.tokens.extend(tokens)
-        slot = row.slot
-        if columns.states[-1] == RowState.SAMPLED and slot.spare >= 0 and slot.length % PAGE_TOKENS == 0:
-            refreshes.append(TailWork(slot.slot, slot.length, slot.spare))
+        if row.spare < 0 or row.spare != slot.spare:
+            continue  # it has none, or a later frame gave it another: what this one holds is not its concern any more
+        if columns.states[-1] == RowState.SAMPLED and slot.length % PAGE_TOKENS == 0:
             slot.spare_pos = slot.length
             columns.spares.append((index, slot.length))
         elif row.spare_saved:
             slot.spare_pos = row.spare_saved
             columns.spares.append((index, row.spare_saved))
-    result = ResultFrame(
+    return ResultFrame(
         step=prepared.frame.step,
         t_start_ns=outcome.t_start_ns,
         t_end_ns=outcome.t_end_ns,
@@ -60,16 +54,16 @@ def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> Booked:
         spare_positions=np.array([pos for _, pos in columns.spares], np.int32),
         logprobs=_pack_logprobs(columns.logprobs),
     )
-    return Booked(result, tuple(refreshes))
 
 
 def _check(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> None:
-    works = prepared.work.rows
-    if len(outcome.rows) != len(works):
-        raise FrameError("executor", f"{len(outcome.rows)} outcomes for {len(works)} rows")
-    for work, row in zip(works, outcome.rows):
-        if len(row.tokens) > work.sample_last or any(not 0 <= token < vocab_size for token in row.tokens):
-            raise FrameError("executor", f"slot {work.slot} sampled {row.tokens}")
+    planned = [row for row in prepared.rows if row.work is not None]
+    if len(outcome.rows) != len(planned):
+        raise FrameError("executor", f"{len(outcome.rows)} outcomes for {len(planned)} rows")
+    for row, came in zip(planned, outcome.rows):
+        most = 0 if row.slot.finished or row.work is None else row.work.sample_last
+        if len(came.tokens) > most or any(not 0 <= token < vocab_size for token in came.tokens):
+            raise FrameError("executor", f"slot {row.slot.slot} sampled {came.tokens}, at most {most} were due")
 
 
 def _skip(columns: _Columns) -> tuple[int, ...]:
@@ -78,14 +72,18 @@ def _skip(columns: _Columns) -> tuple[int, ...]:
 
 
 def _book_row(index: int, slot: Slot, work: RowWork, outcome: RowOutcome, columns: _Columns) -> tuple[int, ...]:
-    ids = work.ids
-    end = work.start + len(ids)
+    slot.sampling -= work.sample_last
+    if slot.finished:  # by a frame that was under way when this one was prepared
+        return _skip(columns)
+    last = work.ids[-1] if work.ids else slot.next
+    end = work.start + len(work.ids) if work.ids else slot.length + 1
     if not work.sample_last:
         slot.length = end
         columns.states.append(RowState.CHUNK)
         return ()
     if not outcome.tokens:
-        slot.length, slot.next = end - 1, ids[-1]
+        slot.length, slot.next = end - 1, last
+        slot.fed -= 1
         columns.states.append(RowState.PARKED)
         return ()
     (token,) = outcome.tokens
@@ -93,7 +91,7 @@ def _book_row(index: int, slot: Slot, work: RowWork, outcome: RowOutcome, column
     slot.last_ids.append(token)
     if _ends(slot, token):
         slot.finished = True
-        slot.length, slot.next = end - 1, ids[-1]
+        slot.length, slot.next = end - 1, last
         columns.states.append(RowState.FINISHED)
     else:
         slot.length, slot.next = end, token

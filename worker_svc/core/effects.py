@@ -1,38 +1,25 @@
 """Events and effects between the slot machine and its shell, beside the stream events of `meshkit.core`.
 
-The shell carries `Run` and `Refresh` to the compute thread in the order given and answers each Run with one Ran.
+The shell hands each `Run` to the device in the order given, without waiting for the one before, and answers each with
+one `Ran`, in the same order.
 """
 
 from dataclasses import dataclass
 
-from worker_svc.core.work import StepOutcome, StepWork, TailWork
+from worker_svc.core.work import StepOutcome, StepWork
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Execute one step; never more than one is outstanding."""
+    """Launch one step behind those launched before. After a failure no further step of its era may happen."""
 
     work: StepWork
-
-
-@dataclass(frozen=True, slots=True)
-class Refresh:
-    """Save these tails after sampling and before the next Run. Answered only if it fails."""
-
-    saves: tuple[TailWork, ...]
+    era: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The outstanding Run ended: `outcome`, or None and what went wrong; then the step did not happen."""
+    """The oldest outstanding Run ended: `outcome`, or None and what went wrong; then the step did not happen."""
 
     outcome: StepOutcome | None
     error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RefreshFailed:
-    """A Refresh raised: what these tails hold is unknown."""
-
-    saves: tuple[TailWork, ...]
-    error: str

@@ -1,7 +1,8 @@
-"""Turn one StepFrame into executor work: check it, apply its operations in the documented order, resolve its rows.
+"""Turn one StepFrame into executor work: check it, apply its operations in the documented order, describe its rows.
 
-Every mistake a peer can make raises FrameError; the caller then drops the slots this frame touched. Sampling results
-are booked in `book`.
+Works while earlier frames are under way: a decode row takes its token and its length from the device, pages are checked
+for the length it can have at most. Every mistake a peer can make raises FrameError; the caller then drops the slots
+this frame touched. Sampling results are booked in `book`.
 """
 
 from collections import deque
@@ -20,11 +21,11 @@ MAX_GEN = (1 << 63) - 1
 
 @dataclass(slots=True)
 class PlannedRow:
-    """One row of the frame. `work` is None for a finished slot: the row is skipped."""
+    """One row of the frame. `work` is None for a slot known to have finished: the row is skipped."""
 
     slot: Slot
     work: RowWork | None
-    is_chunk: bool = False
+    spare: int = -1  # the slot's spare in this frame
     spare_saved: int = 0  # position at which the forward saves this slot's spare, 0 = not
 
 
@@ -60,6 +61,21 @@ def touched_slots(frame: StepFrame) -> list[int]:
     return list(dict.fromkeys(rows))
 
 
+def named_slots(frame: StepFrame) -> list[int]:
+    """All slots that a frame has rows of or touches: unknown if what came back makes no sense."""
+    return list(dict.fromkeys([*frame.slots.tolist(), *touched_slots(frame)]))
+
+
+def must_wait(table: SlotTable, frame: StepFrame) -> bool:
+    """Whether this frame can only be checked once those under way are booked: it needs to know where a slot stands."""
+    if not len(frame.chunk_rows) and not frame.copies:
+        return False
+    freed = {free.slot for free in frame.frees}
+    numbers = [int(frame.slots[row]) for row in frame.chunk_rows.tolist() if 0 <= row < len(frame.slots)]
+    numbers += [copy.src for copy in frame.copies]
+    return any(n in table.slots and table.slots[n].sampling and n not in freed for n in numbers)
+
+
 def highest_gen(frame: StepFrame) -> int:
     """The largest slot or page generation a frame mints."""
     return max([init.slot_gen for init in frame.inits] + [entry.page_gen for entry in frame.publishes], default=0)
@@ -76,7 +92,7 @@ def prepare(table: SlotTable, frame: StepFrame) -> Prepared:
     for spare in frame.spares:
         slot = table.slot(spare.slot, "spare.slot")
         table.check_writable_tail(spare.tail, "spare.tail")
-        slot.spare, slot.spare_pos = spare.tail, 0
+        slot.spare, slot.spare_pos, slot.decode = spare.tail, 0, None
     copies = tuple(_copy(table, *copy) for copy in frame.copies)
     for append in frame.appends:
         table.append(table.slot(append.slot, "page_append.slot"), append.page)
@@ -95,7 +111,10 @@ def prepare(table: SlotTable, frame: StepFrame) -> Prepared:
 
 
 def publish(table: SlotTable, frame: StepFrame) -> None:
-    """The last operations of a frame, after sampling. Raises FrameError."""
+    """The last operations of a frame. Raises FrameError.
+
+    Announced when it is launched, so that the frames behind it can be checked; in force once it is booked.
+    """
     for entry in frame.publishes:
         table.publish(entry)
     for tail in frame.publish_tails:
@@ -150,11 +169,9 @@ def _check_ranks(table: SlotTable, frame: StepFrame) -> None:
 
 def _retire(table: SlotTable, frame: StepFrame) -> None:
     for page in frame.retire_pages:
-        if table.published.pop(page, None) is None:
-            raise FrameError("retire_unknown", f"retire_page of page {page}, which is not published")
+        table.retire(page)
     for tail in frame.retire_tails:
-        if table.tails.pop(tail, None) is None:
-            raise FrameError("retire_unknown", f"retire_tail of tail {tail}, which is not published")
+        table.retire_tail(tail)
 
 
 def _stops(table: SlotTable, params: SamplingParams) -> frozenset[int]:
@@ -174,6 +191,7 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
             params=init.params,
             stops=_stops(table, init.params),
             length=init.start,
+            fed=init.start,
             n_emitted=init.n_emitted,
             last_ids=deque(init.emitted, maxlen=LAST_IDS),
             pages=[],
@@ -186,6 +204,8 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
         seed=init.seed,
         choice=init.choice,
         n_emitted=init.n_emitted,
+        start=init.start,
+        stops=table.slots[init.slot].stops,
         emitted=init.emitted,
         prompt=init.prompt,
     )
@@ -195,15 +215,16 @@ def _copy(table: SlotTable, src: int, dst: int, src_page: int, dst_page: int) ->
     source, target = table.slot(src, "slot_copy.src"), table.slot(dst, "slot_copy.dst")
     if source is target or source.finished or target.pages:
         raise FrameError("bad_copy", f"slot_copy {src} -> {dst}: dst must be a fresh slot, src a running one")
-    index = source.length // PAGE_TOKENS
-    partial = source.pages[index] if source.length % PAGE_TOKENS and index < len(source.pages) else -1
+    index = source.fed // PAGE_TOKENS
+    partial = source.pages[index] if source.fed % PAGE_TOKENS and index < len(source.pages) else -1
     if src_page != partial or (src_page < 0) != (dst_page < 0):
         raise FrameError("bad_copy", f"slot_copy {src} -> {dst} names pages {src_page}, {dst_page}; partial: {partial}")
     if dst_page >= 0:
         table.check_range(dst_page, table.pools.pages, "slot_copy.dst_page")
-        if dst_page in table.published:
+        if table.is_published(dst_page):
             raise FrameError("page_published", f"slot_copy would write into published page {dst_page}")
-    target.length, target.fresh_from = source.length, source.fresh_from
+    target.length = target.fed = source.fed
+    target.fresh_from = source.fresh_from
     return CopyWork(src, dst, src_page, dst_page)
 
 
@@ -231,37 +252,37 @@ def _rows(table: SlotTable, frame: StepFrame, chunks: dict[int, _Chunk]) -> list
     for number in frame.slots.tolist():
         slot = table.slot(number, "slots")
         chunk = chunks.get(number)
-        rows.append(_decode_row(table, slot) if chunk is None else _chunk_row(table, slot, chunk))
+        row = _decode_row(table, slot) if chunk is None else _chunk_row(table, slot, chunk)
+        if row.work is not None:
+            slot.sampling += row.work.sample_last
+        rows.append(row)
     return rows
 
 
 def _decode_row(table: SlotTable, slot: Slot) -> PlannedRow:
     if slot.finished:
         return PlannedRow(slot, None)
-    if slot.next < 0:
+    if slot.next < 0 and not slot.sampling:
         raise FrameError("not_ready", f"slot {slot.slot} has no next token: its prompt is not through")
-    _check_pages(slot, slot.length + 1)
-    table.check_writable(slot, slot.length, slot.length + 1)
-    work = RowWork(
-        slot=slot.slot,
-        start=slot.length,
-        ids=(slot.next,),
-        pages=slot.pages,
-        fresh_from=slot.fresh_from,
-        out_pos=slot.n_emitted,
-    )
-    return PlannedRow(slot, work)
+    least = slot.fed - slot.sampling  # where it feeds if every step under way parks it
+    slot.fed += 1
+    _check_pages(slot, slot.fed)
+    table.check_writable(slot, least, slot.fed)
+    if slot.decode is None:
+        slot.decode = RowWork(slot=slot.slot, pages=slot.pages, fresh_from=slot.fresh_from, spare=slot.spare)
+    return PlannedRow(slot, slot.decode, slot.spare)
 
 
 def _chunk_row(table: SlotTable, slot: Slot, chunk: _Chunk) -> PlannedRow:
     end = chunk.start + len(chunk.ids)
-    if slot.finished or chunk.start != slot.length:
-        raise FrameError("bad_start", f"chunk of slot {slot.slot} starts at {chunk.start}; its length is {slot.length}")
+    if slot.finished or chunk.start != slot.fed:
+        raise FrameError("bad_start", f"chunk of slot {slot.slot} starts at {chunk.start}; its length is {slot.fed}")
     if slot.next >= 0 and chunk.ids[0] != slot.next:
         raise FrameError("bad_chunk", f"chunk of slot {slot.slot} feeds {chunk.ids[0]}; its next token is {slot.next}")
     _check_pages(slot, end)
     if chunk.write_from < end:
         table.check_writable(slot, max(chunk.start, chunk.write_from), end)
+    slot.fed, slot.decode = end, None
     work = RowWork(
         slot=slot.slot,
         start=chunk.start,
@@ -271,10 +292,11 @@ def _chunk_row(table: SlotTable, slot: Slot, chunk: _Chunk) -> PlannedRow:
         fresh_from=slot.fresh_from,
         sample_last=int(chunk.sample),
         out_pos=slot.n_emitted,
+        spare=slot.spare,
     )
     # What the forward may save: positions that are committed whatever sampling does (a parked chunk gives up its last).
     certain = (end - int(chunk.sample)) // PAGE_TOKENS * PAGE_TOKENS
-    return PlannedRow(slot, work, True, certain if slot.spare >= 0 and certain > chunk.start else 0)
+    return PlannedRow(slot, work, slot.spare, certain if slot.spare >= 0 and certain > chunk.start else 0)
 
 
 def _check_pages(slot: Slot, end: int) -> None:

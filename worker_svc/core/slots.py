@@ -1,10 +1,12 @@
-"""The worker's slot machine: obeys one scheduler attachment and runs its step frames, one at a time and in order.
+"""The worker's slot machine: obeys one scheduler attachment and runs its step frames in order.
 
-Pure: `handle(event, now_ns) -> effects`. Stream handling, queueing, parking and error policy live here; what a frame
-does to the tables is in `plan` and `book`, the tables in `table`. Tensors belong to the executor behind `Run`.
+A frame is launched as soon as it is here, behind those under way, and booked when the device has done it. Pure:
+`handle(event, now_ns) -> effects`. Stream handling, queueing, parking and error policy live here; what a frame does to
+the tables is in `plan` and `book`, the tables in `table`. Tensors belong to the executor behind `Run`.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -15,12 +17,12 @@ from meshkit.types import PROTO_REV, ModelInfo
 from meshkit.uplink import MS, NEVER, Change, LinkTiming, Uplink
 from worker_svc.core.book import book
 from worker_svc.core.dump import dump_frames
-from worker_svc.core.effects import Ran, Refresh, RefreshFailed, Run
-from worker_svc.core.plan import Prepared, highest_gen, prepare, publish, touched_slots
+from worker_svc.core.effects import Ran, Run
+from worker_svc.core.plan import Prepared, highest_gen, must_wait, named_slots, prepare, publish, touched_slots
 from worker_svc.core.table import FrameError, PoolConfig, Slot, SlotTable
 from worker_svc.core.work import StepOutcome
 
-Event = Opened | Received | Closed | Tick | Ran | RefreshFailed
+Event = Opened | Received | Closed | Tick | Ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +34,27 @@ class SlotMachineConfig:
     build: str
     model: ModelInfo
     pools: PoolConfig
-    max_held: int = 4  # frames queued or running; a scheduler never has more in flight than its depth
+    max_held: int = 4  # frames queued or under way; a scheduler never has more in flight than its depth
     park_ns: int = 30_000 * MS  # how long slots outlive the loss of their scheduler
     timing: LinkTiming = field(default_factory=LinkTiming)
 
 
 @dataclass(slots=True)
 class _Held:
-    """A frame taken from attachment `attach_id`, not run yet; `error` is set if it must not be run."""
+    """A frame of attachment `attach_id`; `error` is set if it must not be run.
+
+    Under way from `prepared` on; then `outcome` or `error` says how it came out.
+    """
 
     attach_id: int
     frame: StepFrame
     error: FrameError | None = None
+    prepared: Prepared | None = None
+    outcome: StepOutcome | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.outcome is not None or self.error is not None
 
 
 class SlotMachine:
@@ -54,7 +65,9 @@ class SlotMachine:
         self.table = SlotTable(config.pools, config.model)
         self._link = Uplink(self._hello, self._heartbeat, rng, config.timing)
         self._queue: deque[_Held] = deque()
-        self._running: tuple[_Held, Prepared] | None = None
+        self._flights: deque[_Held] = deque()  # under way, oldest first
+        self._doomed = 0  # launched behind a step that failed: their answers do not count
+        self._era = 0
         self._expected_step = 1
         self._dumped = False
         self._lost_ns: int | None = None
@@ -66,6 +79,11 @@ class SlotMachine:
     def attached(self) -> bool:
         """True while a scheduler's attachment is in force."""
         return self._link.attached
+
+    @property
+    def busy(self) -> bool:
+        """True while steps are under way or wait to be launched."""
+        return not self._idle
 
     def handle(self, event: Event, now_ns: int) -> list[Any]:
         """One event in, effects to carry out in order. Never raises on what a peer sent."""
@@ -83,9 +101,7 @@ class SlotMachine:
                 elif frame is not None:
                     out.append(Count("unexpected_frame", fault=True))
             case Ran(outcome=outcome, error=error):
-                self._ran(outcome, error, now_ns, out)
-            case RefreshFailed():
-                self._refresh_failed(event, now_ns, out)
+                self._ran(outcome, error, out)
             case Tick():
                 self._wish_ns = NEVER
         self._advance(now_ns, out)
@@ -111,7 +127,7 @@ class SlotMachine:
         )
 
     def _heartbeat(self, now_ns: int) -> Heartbeat:
-        if self._running is None:
+        if not self._flights:
             return Heartbeat(self._step, 0)
         return Heartbeat(self._step, max(0, now_ns - self._step_ns) // MS)
 
@@ -133,7 +149,7 @@ class SlotMachine:
             error = FrameError("early_frame", "a step frame came before the dump was sent")
         elif frame.step != self._expected_step:
             error = FrameError("frame_step", f"step is {frame.step}; expected {self._expected_step}")
-        elif len(held) + (self._running is not None) >= self.config.max_held:
+        elif len(held) + len(self._flights) >= self.config.max_held:
             error = FrameError("too_many_frames", f"{self.config.max_held} frames are held; wait for a result")
         self._expected_step += 1
         self.table.max_gen = max(self.table.max_gen, highest_gen(frame))
@@ -141,12 +157,16 @@ class SlotMachine:
 
     # ---- frames -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _idle(self) -> bool:
+        return not (self._flights or self._queue or self._doomed)
+
     def _advance(self, now_ns: int, out: list[Any]) -> None:
-        """Start what can start, dump when asked and idle, keep the link alive, free slots parked too long."""
-        while self._running is None and self._queue:
-            self._begin(self._queue.popleft(), now_ns, out)
+        """Book what is over, launch what can be, dump when asked and idle, keep the link alive, free old slots."""
+        while self._book_oldest(now_ns, out) or self._launch_next(now_ns, out):
+            continue
         self._attachment(self._link.poll(now_ns, out), now_ns)
-        if self._running is None and not self._queue:
+        if self._idle:
             if self._link.attached and not self._dumped:
                 self._dumped, self._lost_ns = True, None
                 for chunk in dump_frames(self.table):
@@ -154,67 +174,92 @@ class SlotMachine:
             elif not self._link.attached and self._lost_ns is not None:
                 self._expire(self._lost_ns, now_ns, out)
         wish = self._link.next_wake_ns()
-        if self._lost_ns is not None and self._running is None and not self._link.attached:
+        if self._lost_ns is not None and self._idle and not self._link.attached:
             wish = min(wish, self._lost_ns + self.config.park_ns)
         if wish != self._wish_ns:
             self._wish_ns = wish
             out.append(WakeAt(wish))
 
-    def _begin(self, held: _Held, now_ns: int, out: list[Any]) -> None:
+    def _launch_next(self, now_ns: int, out: list[Any]) -> bool:
+        """Start the next frame behind those under way, if nothing about it depends on how they come out."""
+        if not self._queue or self._doomed:
+            return False
+        held = self._queue[0]
+        if self._flights and (
+            held.error is not None or self._flights[-1].error is not None or must_wait(self.table, held.frame)
+        ):
+            return False
+        self._queue.popleft()
+        if not self._flights:
+            self._step, self._step_ns = held.frame.step, now_ns
+        self._flights.append(held)
         try:
             if held.error is not None:
                 raise held.error
-            prepared = prepare(self.table, held.frame)
-        except FrameError as error:
-            self._fail(held, error, now_ns, out)
-            return
-        self._step, self._step_ns = held.frame.step, now_ns
-        self._running = (held, prepared)
-        if prepared.is_empty:
-            self._ran(StepOutcome(t_start_ns=now_ns, t_end_ns=now_ns), "", now_ns, out)
-        else:
-            out.append(Run(prepared.work))
-
-    def _ran(self, outcome: StepOutcome | None, error: str, now_ns: int, out: list[Any]) -> None:
-        if self._running is None:
-            out.append(Count("unexpected_ran", fault=True))
-            return
-        (held, prepared), self._running = self._running, None
-        try:
-            if outcome is None:
-                raise FrameError("executor", error or "the step failed", fault=False)
-            booked = book(prepared, outcome, self.config.model.vocab_size)
-            if booked.refreshes:
-                out.append(Refresh(booked.refreshes))
+            held.prepared = prepare(self.table, held.frame)
             publish(self.table, held.frame)
-        except FrameError as failure:
-            self._fail(held, failure, now_ns, out)
+        except FrameError as error:
+            held.error = error
+            return True
+        if held.prepared.is_empty:
+            held.outcome = StepOutcome(t_start_ns=now_ns, t_end_ns=now_ns)
+        else:
+            out.append(Run(held.prepared.work, self._era))
+        return True
+
+    def _ran(self, outcome: StepOutcome | None, error: str, out: list[Any]) -> None:
+        """The device answers in the order of launch."""
+        if self._doomed:
+            self._doomed -= 1
             return
+        held = next((held for held in self._flights if not held.over), None)
+        if held is None:
+            out.append(Count("unexpected_ran", fault=True))
+        elif outcome is None:
+            held.error = FrameError("executor", error or "the step failed", fault=False)
+        else:
+            held.outcome = outcome
+
+    def _book_oldest(self, now_ns: int, out: list[Any]) -> bool:
+        """Book the oldest frame under way if it is over."""
+        if not self._flights or not self._flights[0].over:
+            return False
+        held = self._flights.popleft()
+        if self._flights:
+            self._step, self._step_ns = self._flights[0].frame.step, now_ns
+        if held.error is not None:
+            self._fail(held, held.error, touched_slots, now_ns, out)
+            return True
+        assert held.prepared is not None and held.outcome is not None, "a frame under way is prepared"
+        try:
+            result = book(held.prepared, held.outcome, self.config.model.vocab_size)
+        except FrameError as error:
+            self._fail(held, error, named_slots, now_ns, out)
+            return True
+        self.table.booked(held.frame.publishes, held.frame.publish_tails)
         if held.attach_id == self._link.attach_id:
-            self._link.send(booked.result, out)
+            self._link.send(result, out)
         else:
             out.append(Count("result_without_scheduler"))
+        return True
 
-    def _fail(self, held: _Held, error: FrameError, now_ns: int, out: list[Any]) -> None:
-        """The step did not happen: drop the slots it had its hands on, run nothing further, start over by dump."""
+    def _fail(
+        self, held: _Held, error: FrameError, unsure: Callable[[StepFrame], list[int]], now_ns: int, out: list[Any]
+    ) -> None:
+        """The step did not happen, nor will what was launched behind it: drop the slots whose device state is unsure
+        then, run nothing further, start over by dump."""
         out.append(Count(f"frame_error_{error.code}", fault=error.fault))
-        for number in touched_slots(held.frame):
+        self._era += 1
+        self._doomed = sum(not later.over for later in self._flights)
+        for number in [n for lost in (held, *self._flights) for n in unsure(lost.frame)]:
             if number in self.table.slots:
                 self._drop_slot(self.table.slots[number], out)
+        self._flights.clear()
+        self.table.settle()
         self._queue = deque(entry for entry in self._queue if entry.attach_id != held.attach_id)
         if held.attach_id == self._link.attach_id:
             self._link.send(ResultFrame(step=held.frame.step, error=str(error)[:500]), out)
             self._attachment(self._link.drop(str(error)[:200], now_ns, out), now_ns)
-
-    def _refresh_failed(self, event: RefreshFailed, now_ns: int, out: list[Any]) -> None:
-        out.append(Count("refresh_failed"))
-        for save in event.saves:
-            slot = self.table.slots.get(save.slot)
-            if slot is not None and slot.spare == save.tail:
-                slot.spare_pos = 0
-            if self.table.tails.pop(save.tail, None) is not None:
-                out.append(Count("tail_lost"))
-        self._attachment(self._link.drop(event.error[:200], now_ns, out), now_ns)
 
     def _expire(self, lost_ns: int, now_ns: int, out: list[Any]) -> None:
         if now_ns < lost_ns + self.config.park_ns:

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshkit.frames import PublishedPage
+from meshkit.frames import PublishedPage, PublishedTail
 from meshkit.types import PAGE_TOKENS, ModelInfo, RequestId, SamplingParams
+from worker_svc.core.work import RowWork
 
 LAST_IDS = 128
 """How many sampled ids a slot remembers for its dump."""
@@ -37,7 +38,10 @@ class PoolConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Slot:
-    """One choice being served. (length, next) = committed tokens and the token to feed at position length."""
+    """One choice being served. (length, next) = committed tokens and the token to feed at position length.
+
+    Both are as booked; `fed` is the length that the steps launched since will lead to at most.
+    """
 
     slot: int
     gen: int
@@ -50,11 +54,14 @@ class Slot:
     n_emitted: int
     last_ids: deque[int]
     pages: list[int]
+    fed: int = 0
+    sampling: int = 0  # launched steps that sample for it and are not booked yet
     next: int = -1  # -1: the prompt is not through yet
     finished: bool = False
     spare: int = -1
     spare_pos: int = 0  # 0: the spare holds nothing
     fresh_from: int = 0  # window rows below do not exist: start of an exact replay, else 0
+    decode: RowWork | None = None  # its decode row, while nothing that stands there changes
 
 
 class SlotTable:
@@ -66,6 +73,8 @@ class SlotTable:
         self.slots: dict[int, Slot] = {}
         self.published: dict[int, PublishedPage] = {}
         self.tails: dict[int, int] = {}  # published tail -> page at whose end it resumes
+        self._coming: dict[int, PublishedPage] = {}  # published by frames under way
+        self._coming_tails: dict[int, int] = {}
         self.max_gen = 0
         self._last_gen: dict[int, int] = {}
         self._refs = [0] * (pools.pages * pools.ranks)
@@ -77,6 +86,13 @@ class SlotTable:
         if found is None:
             raise FrameError("slot_unknown", f"{field} names slot {number}, which is free; send slot_init first")
         return found
+
+    def settle(self) -> None:
+        """Nothing is under way any more: what was launched and not booked did not happen."""
+        for slot in self.slots.values():
+            slot.fed, slot.sampling = slot.length, 0
+        self._coming.clear()
+        self._coming_tails.clear()
 
     def check_range(self, number: int, size: int, field: str) -> None:
         """Raise unless 0 <= number < ranks * size."""
@@ -123,7 +139,7 @@ class SlotTable:
         """Positions start..end-1 must fall into pages of this slot alone, none of them published."""
         for index in range(start // PAGE_TOKENS, (end - 1) // PAGE_TOKENS + 1):
             page = slot.pages[index]
-            if page in self.published:
+            if self.is_published(page):
                 raise FrameError("page_published", f"slot {slot.slot} would write position {start} into page {page}")
             if self._refs[page] > 1:
                 raise FrameError("page_shared", f"slot {slot.slot} would write position {start} into page {page}")
@@ -131,24 +147,47 @@ class SlotTable:
     def check_writable_tail(self, tail: int, field: str) -> None:
         """A tail about to be written must exist and not be published."""
         self.check_range(tail, self.pools.tails, field)
-        if tail in self.tails:
+        if tail in self.tails or tail in self._coming_tails:
             raise FrameError("tail_published", f"{field} would write into published tail {tail}; retire it first")
 
+    def is_published(self, page: int) -> bool:
+        """Published, or to be by a frame under way."""
+        return page in self.published or page in self._coming
+
     def publish(self, entry: PublishedPage) -> None:
-        """Make a page immutable and visible in dumps."""
+        """Make a page immutable; dumps name it once its frame is booked."""
         self.check_range(entry.page, self.pools.pages, "publish.page")
-        if entry.page in self.published:
+        if self.is_published(entry.page):
             raise FrameError("page_published", f"publish of page {entry.page}, which is published; retire it first")
         if len(entry.key) != 16:
             raise FrameError("bad_key", f"publish.key of page {entry.page} has {len(entry.key)} bytes; send 16")
-        self.published[entry.page] = entry
+        self._coming[entry.page] = entry
 
     def publish_tail(self, tail: int, page: int) -> None:
         """Make a tail immutable; if it is some slot's spare, the slot has none from now on."""
-        if page not in self.published:
+        if not self.is_published(page):
             raise FrameError("page_unpublished", f"publish_tail of tail {tail} names page {page}; publish that first")
         self.check_writable_tail(tail, "publish_tail.tail")
-        self.tails[tail] = page
+        self._coming_tails[tail] = page
         for slot in self.slots.values():
             if slot.spare == tail:
-                slot.spare, slot.spare_pos = -1, 0
+                slot.spare, slot.spare_pos, slot.decode = -1, 0, None
+
+    def retire(self, page: int) -> None:
+        """The page loses its name."""
+        if self.published.pop(page, None) is None and self._coming.pop(page, None) is None:
+            raise FrameError("retire_unknown", f"retire_page of page {page}, which is not published")
+
+    def retire_tail(self, tail: int) -> None:
+        """The tail is nobody's from now on."""
+        if self.tails.pop(tail, None) is None and self._coming_tails.pop(tail, None) is None:
+            raise FrameError("retire_unknown", f"retire_tail of tail {tail}, which is not published")
+
+    def booked(self, pages: Iterable[PublishedPage], tails: Iterable[PublishedTail]) -> None:
+        """The frame that published these has run; what a later one retired meanwhile stays away."""
+        for entry in pages:
+            if self._coming.get(entry.page) is entry:
+                self.published[entry.page] = self._coming.pop(entry.page)
+        for tail, page in tails:
+            if self._coming_tails.get(tail) == page:
+                self.tails[tail] = self._coming_tails.pop(tail)

@@ -1,14 +1,15 @@
 """What the slot machine asks of the model executor, as torch-free frozen values.
 
-One `StepWork` per frame. The slot machine (`worker_svc.core.slots`) resolves names, generations and lengths; the
-executor (`worker_svc.executor`) only moves tensors: it knows slot, page and tail numbers, never requests.
+One `StepWork` per frame. The slot machine (`worker_svc.core.slots`) resolves names and generations; the executor only
+moves tensors: it knows slot, page and tail numbers, never requests. Next token, length and end of a slot live with the
+executor (`worker_svc.core.resident`), so that a step can be launched before the one in front of it has come back.
 
-Order inside a step: inits, copies, tail_loads, forward (saves gather layer by layer inside it), sample, refreshes.
+Order inside a step: inits, copies, tail_loads, forward (saves gather layer by layer inside it), sample, spare refresh.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from meshkit.types import SamplingParams, TokenLogprobs
 
@@ -22,6 +23,8 @@ class SlotInit:
     seed: int  # 64 bit
     choice: int
     n_emitted: int  # output position of the next sampled token
+    start: int = 0  # tokens committed already
+    stops: frozenset[int] = frozenset()  # ids that end the slot; so does params.max_tokens
     emitted: tuple[int, ...] = ()  # only if a penalty reads output
     prompt: tuple[int, ...] = ()  # only if a penalty reads the prompt
 
@@ -38,7 +41,7 @@ class CopyWork:
 
 @dataclass(frozen=True, slots=True)
 class TailWork:
-    """Load slot's ring and states from `tail` at position pos, or save/refresh them into it."""
+    """Load slot's ring and states from `tail` at position pos, or save them into it."""
 
     slot: int
     pos: int  # multiple of PAGE_TOKENS
@@ -49,19 +52,22 @@ class TailWork:
 class RowWork:
     """One row of the batch: feed `ids` at positions start.. of `slot`, whose KV pages are `pages` in table order.
 
-    A decode row has one id, a verify row 1 + drafts, a prefill chunk any number: the forward treats them alike.
+    A row without ids is a decode row: it feeds the slot's next token at its length, both as the device has them, and
+    does nothing if the slot has ended there. `start` and `out_pos` are not set then.
+    A verify row has 1 + drafts ids, a prefill chunk any number: the forward treats all alike.
     Positions below `write_from` are replayed: nothing is written to pages for them, entries are read from the
     retained pages, and window keys before `start` are masked (the ring holds nothing valid below `start`).
     """
 
     slot: int
-    start: int
-    ids: tuple[int, ...]
-    pages: Sequence[int]  # enough for start + len(ids) tokens
+    start: int = 0
+    ids: tuple[int, ...] = ()
+    pages: Sequence[int]  # enough for all tokens after this row
     write_from: int = 0
     fresh_from: int = 0  # window keys and states below this position do not exist (0, or start of an exact replay)
     sample_last: int = 1  # sample at the last `sample_last` positions: 0 none, 1 usual, k for verify rows
     out_pos: int = 0  # output position of the first sampled token (random counter, min_tokens)
+    spare: int = -1  # tail to refresh if sampling leaves the slot's length at a multiple of PAGE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +83,9 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
-    """Sampled tokens of one row, in position order; logprobs one per token, or empty if the row did not ask."""
+    """Sampled tokens of one row, in position order; logprobs one per token, or empty if the row did not ask.
+
+    No tokens: a chunk without sample, a parked row, or a decode row of a slot that had ended."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -93,12 +101,16 @@ class StepOutcome:
 
 
 class Executor(Protocol):
-    """The device side of a worker. Calls come one at a time, from the compute thread."""
+    """The device side of a worker. `launch` is called by the compute thread, `collect` by one other, both in order.
 
-    def run(self, work: StepWork) -> StepOutcome:
-        """Run one step. An exception means that the step did not happen and the attachment must end."""
+    A device that computes in the background returns from `launch` before the step ran; one that does not may do all
+    the work there.
+    """
+
+    def launch(self, work: StepWork) -> Any:  # Any: what `collect` needs, the executor's own affair
+        """Start one step behind those launched before. An exception means that the step did not happen."""
         ...
 
-    def refresh(self, saves: Sequence[TailWork]) -> None:
-        """Save tails from the rings after sampling: pos is at most 64 below the slot's committed length."""
+    def collect(self, handle: Any) -> StepOutcome:
+        """Wait for a launched step. An exception means that neither it nor any step launched behind it happened."""
         ...

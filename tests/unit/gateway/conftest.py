@@ -12,6 +12,7 @@ from aiohttp import web
 
 from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
+from gateway.http_server import GatewayRunner
 from gateway.journal.events import Emit, Ended, Refused, Start
 from gateway.mesh import Sink
 from gateway.service import Gateway
@@ -53,6 +54,8 @@ class FakeMesh:
         self.stopped: list[tuple[bytes, int, int]] = []
         self.aborted: list[bytes] = []
         self.cached = 0
+        self.flushes = 0
+        self.explained: list[tuple[tuple[bytes, ...], int]] = []
         self.open: dict[tuple[bytes, int], tuple[asyncio.Task[None], Sink]] = {}
         self.released = asyncio.Event()
 
@@ -125,6 +128,14 @@ class FakeMesh:
         for choice, sink in self._cancel(request_id):
             sink(Ended(request_id, choice, FinishReason.ABORT))
 
+    async def flush_cache(self) -> tuple[int, int]:
+        self.flushes += 1
+        return 3, len(self.open)
+
+    async def explain(self, page_keys: tuple[bytes, ...], tokens: int) -> list[dict[str, Any]]:
+        self.explained.append((page_keys, tokens))
+        return [{"group": "w", "rank": 0, "why": "hit"}]
+
 
 @dataclass
 class Served:
@@ -169,7 +180,7 @@ def mesh(tokenizer: Tokenizer) -> FakeMesh:
 @asynccontextmanager
 async def serve(mesh: FakeMesh, tokenizer: Tokenizer | None, **options: Any) -> AsyncIterator[Served]:
     app = build_app(mesh, tokenizer, GatewayConfig(model=DEFAULT_MODEL, **options))
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    runner = GatewayRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

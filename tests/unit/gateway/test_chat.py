@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from meshkit.frames import Verdict
+from meshkit.pages import page_keys
 from meshkit.testing import until
 from meshkit.types import FinishReason
 
@@ -266,6 +267,36 @@ async def test_salt_and_model_separate_page_keys(served):
     keys = [start.page_keys for start in served.mesh.starts]
     assert len(keys[0]) == len(served.mesh.starts[0].prompt) // 256 > 0
     assert keys[0] == keys[1] and len({k[0] for k in keys}) == 3
+
+
+async def test_the_namespace_travels_with_the_keys(served):
+    for extra in ({}, {"cache_salt": "a"}):
+        await served.post(PATH, {"messages": [{"role": "user", "content": "word " * 600}], **extra})
+    for start in served.mesh.starts:
+        assert page_keys(start.prompt, start.namespace) == list(start.page_keys)
+
+
+async def test_explain_asks_with_the_keys_a_request_would_have(served):
+    body = {"messages": [{"role": "user", "content": "word " * 600}], "cache_salt": "a"}
+    await served.post(PATH, body)
+    status, answer, _ = await served.post("/explain", body)
+    ((keys, tokens),) = served.mesh.explained
+    (start,) = served.mesh.starts
+    assert (status, keys, tokens) == (200, start.page_keys, len(start.prompt))
+    assert answer == {"tokens": tokens, "ranks": [{"group": "w", "rank": 0, "why": "hit"}]}
+
+
+async def test_the_cache_is_flushed_when_nothing_runs(served):
+    for method in (served.session.get, served.session.post):
+        async with method(served.url + "/flush_cache") as response:
+            assert response.status == 200 and "3 pages" in await response.text()
+    served.mesh.say = lambda start, choice: served.mesh.text("one two three", hold_after=2)
+    request = asyncio.create_task(served.events(PATH, {"messages": USER, "stream": True, "rid": "mine"}))
+    await until(lambda: bool(served.mesh.open))
+    status, error, _ = await served.post("/flush_cache", {})
+    assert (status, error["error"]["code"]) == (400, "busy")
+    served.mesh.released.set()
+    await request
 
 
 async def test_cached_tokens_reach_the_usage(served):

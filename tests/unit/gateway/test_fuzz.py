@@ -1,5 +1,6 @@
 """Odd bodies of every route: 200 or a refusal that explains itself, never a 500, and the server goes on."""
 
+import gzip
 import json
 import random
 
@@ -15,6 +16,10 @@ VALUES = [
     {"include_usage": True}, [{"role": "user", "content": "x"}], [{"role": "user", "content": [{"type": "text"}]}],
     [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "["}}]}],
     [{"role": "assistant", "content": "a", "prefix": True}], "auto", "none", "high", {"thinking": True},
+    {"type": "json_schema", "json_schema": 5}, {"type": "json_schema", "json_schema": [1]},
+    {"type": "json_schema", "json_schema": "s"}, {"type": "json_schema", "json_schema": {"schema": {}}},
+    {"type": "function", "function": {"name": "f"}}, {"type": "function", "function": 5}, "required",
+    [{"type": "function", "function": {"name": "f"}}], [{"type": "function", "function": {"name": []}}],
 ]  # fmt: skip
 ROUTES = {
     "/v1/chat/completions": (schema.ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
@@ -23,6 +28,7 @@ ROUTES = {
     "/tokenize": (schema.TokenizeRequest, {"prompt": "Hi"}),
     "/detokenize": (schema.DetokenizeRequest, {"tokens": [5]}),
     "/abort_request": (schema.AbortRequest, {}),
+    "/explain": (schema.ExplainRequest, {"prompt": "Hi"}),
 }
 STATUSES = {200, 400, 404, 501}
 
@@ -64,3 +70,23 @@ async def test_raw_bytes(served):
             served.url + "/v1/chat/completions", data=bytes(body), headers=headers
         ) as response:
             assert response.status in STATUSES, (bytes(body), await response.text())
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_compressed_as_it_says(served, caplog, path, encoding):
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    for body in (json.dumps(ROUTES[path][1]).encode(), b"\x1f\x8b\x08", gzip.compress(b"{}")[:-6] + b"xxxxxx"):
+        async with served.session.post(served.url + path, data=body, headers=headers) as response:
+            assert response.status in (200, 400), (body, await response.text())
+            if response.status == 400:
+                assert (await response.json())["error"]["type"] == "invalid_request_error"
+    assert served.gateway.admission.body_bytes == 0
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+async def test_a_compressed_body_is_read(served):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    body = gzip.compress(json.dumps({"prompt": "Hi"}).encode())
+    async with served.session.post(served.url + "/tokenize", data=body, headers=headers) as response:
+        assert response.status == 200 and (await response.json())["count"] >= 1

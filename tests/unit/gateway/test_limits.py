@@ -83,6 +83,8 @@ async def test_a_key_has_its_own_bound(mesh, serve_with, tmp_path):
         await until(lambda: len(mesh.open) == 64)
         status, answer, headers = await served.post(CHAT, {"messages": USER}, headers=alice)
         assert status == 429 and "this key" in answer["error"]["message"] and headers["Retry-After"]
+        told = {name: headers[f"x-ratelimit-{name}-requests"] for name in ("limit", "remaining", "reset")}
+        assert told == {"limit": "64", "remaining": "0", "reset": "1s"}
         mesh.released.set()
         assert (await served.post(CHAT, {"messages": USER}, headers=bob))[0] == 200
         assert (await held)[0] == 200

@@ -1,11 +1,14 @@
 """Routes for operators, and what holds for every route: paths, methods, ids, keys, readiness."""
 
+import asyncio
 import time
 from dataclasses import replace
 
 import pytest
 
 from gateway import operations
+from gateway.text.chat_encoding import ChatOptions, encode_chat, parse_messages, parse_tools
+from meshkit.testing import until
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -41,9 +44,40 @@ async def test_tokenize_and_back(served, tokenizer):
     assert shown == "<｜begin▁of▁sentence｜>a"
 
 
+async def test_tokenize_counts_beyond_the_context(served, tokenizer):
+    text = "many words " * 6000
+    expected = len(tokenizer.encode(text))
+    assert expected > 4096
+    status, body, _ = await served.post("/tokenize", {"prompt": text})
+    assert (status, body["count"]) == (200, expected)
+    _, body, _ = await served.post("/tokenize", {"prompt": [text, "a"]})
+    assert body["count"] == expected + 1
+    status, body, _ = await served.post("/tokenize", {"messages": [{"role": "user", "content": text}]})
+    assert status == 200 and body["count"] > expected
+
+
+async def test_tokenize_counts_tools_as_chat_would_encode_them(served, tokenizer):
+    tools = [{"type": "function", "function": {"name": name, "description": "gets it"}} for name in ("get", "set")]
+    plain = (await served.post("/tokenize", {"messages": USER}))[1]["tokens"]
+    body = {"messages": USER, "tools": tools}
+    status, answer, _ = await served.post("/tokenize", body)
+    assert status == 200, answer
+    options = ChatOptions(
+        thinking=served.gateway.model.default_thinking,
+        effort_revision=served.gateway.model.effort_revision,
+        tools=parse_tools(tools),
+    )
+    assert answer["tokens"] == encode_chat(tokenizer, parse_messages(USER), options).ids
+    assert answer["count"] > len(plain)
+    assert (await served.post("/tokenize", {**body, "tool_choice": "none"}))[1]["tokens"] == plain
+    status, answer, _ = await served.post("/tokenize", {**body, "tools": [{"type": "function", "function": {}}]})
+    assert (status, answer["error"]["param"]) == (400, "tools[0].function.name")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
+        ("/tokenize", {"prompt": ["a"] * 1025}, "prompt"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
@@ -124,8 +158,9 @@ async def test_head_wherever_get(served, path):
 async def test_unknown_routes_and_methods(served):
     status, body, _ = await served.get("/v1/nothing")
     assert (status, body["error"]["type"]) == (404, "invalid_request_error")
-    status, body, _ = await served.get("/v1/chat/completions")
-    assert status == 405 and "POST" in body["error"]["message"]
+    status, body, headers = await served.get("/v1/chat/completions")
+    assert status == 405 and "POST" in body["error"]["message"] and headers["Allow"] == "POST"
+    assert (await served.get("/generate"))[2]["Allow"] == "POST, PUT"
     assert served.gateway.metrics.unknown_routes == 1
 
 
@@ -174,6 +209,46 @@ async def test_server_info_and_model_info_hold_no_secret(mesh, serve_with, tmp_p
             assert status == 200 and body["max_model_len"] == 4096 and "secret" not in str(body)
         info = (await served.get("/server_info", headers=headers))[1]
         assert info["scheduler"]["ready"] and info["limits"]["choices"] == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({}, 200),
+        ({"listen_http": "unix:/run/x/gateway.sock"}, 200),
+        ({"listen_http": "0.0.0.0:8000"}, 403),
+        ({"listen_http": "0.0.0.0:8000", "public_metrics": True}, 200),
+    ],
+)
+async def test_insides_are_shown_on_loopback_or_by_flag(serve_with, options, status):
+    async with serve_with(**options) as served:
+        for path in ("/metrics", "/server_info", "/get_server_info"):
+            async with served.session.get(served.url + path) as response:
+                assert response.status == status
+                assert status == 200 or "--public-metrics" in (await response.json())["error"]["message"]
+        assert (await served.get("/health"))[0] == 200
+
+
+async def test_a_tenant_aborts_its_own_requests_alone(mesh, serve_with, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a key-of-alice\nb key-of-bobby")
+    mesh.say = lambda start, choice: mesh.text("x", hold=True)
+    async with serve_with(api_key_file=file) as served:
+        alice, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("alice", "bobby"))
+        body = {"messages": USER, "rid": "mine"}
+        of_alice, of_bob = (
+            asyncio.create_task(served.post("/v1/chat/completions", body, headers=headers)) for headers in (alice, bob)
+        )
+        await until(lambda: len(mesh.open) == 2)
+        ids = {start.tenant: start.request_id for start in mesh.starts}
+        assert (await served.post("/v1/chat/completions", body, headers=bob))[0] == 400
+        await served.post("/abort_request", {"rid": "mine"}, headers=bob)
+        assert mesh.aborted == [ids["b"]]
+        assert (await of_bob)[1]["choices"][0]["finish_reason"] == "abort"
+        await served.post("/abort_request", {"abort_all": True}, headers=bob)
+        assert mesh.aborted == [ids["b"]] and not of_alice.done()
+        await served.post("/abort_request", {"abort_all": True}, headers=alice)
+        assert mesh.aborted == [ids["b"], ids["a"]] and (await of_alice)[0] == 200
 
 
 async def test_metrics_tell_what_happened(served):

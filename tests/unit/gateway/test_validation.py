@@ -55,12 +55,18 @@ SAMPLING = [
     ("stream", "true"),
     ("stream_options", {"include_usage": True}),
     ("user", "x" * 513),
-    ("user", "é"),
+    ("user", "é" * 257),
+    ("cache_salt", "x" * 513),
+    ("rid", "é"),
     ("cache_salt", 5),
     ("priority", 2**31),
     ("rid", "x" * 513),
     ("response_format", {"type": "xml"}),
     ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": 5}),
+    ("response_format", {"type": "json_schema", "json_schema": [1]}),
+    ("response_format", {"type": "json_schema", "json_schema": "s"}),
+    ("response_format", {"type": ["text"]}),
 ]
 CHAT_ONLY = [
     ("messages", []),
@@ -79,6 +85,14 @@ CHAT_ONLY = [
     ("tool_choice", "maybe"),
     ("tool_choice", "required"),
     ("input_ids", [4096]),
+    ("input_ids", []),
+    ("parallel_tool_calls", "x"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tools", [5]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [TOOL, TOOL]),
+    ("tools", [{"type": "function", "function": {"name": "f", "parameters": 5}}]),
+    ("tools", [TOOL] * 129),
     ("modalities", ["audio"]),
 ]
 COMPLETIONS_ONLY = [
@@ -128,10 +142,68 @@ async def test_messages_name_value_and_range(served):
 
 
 @pytest.mark.parametrize(
+    ("path", "extra", "param"),
+    [
+        (CHAT, {"regex": "a", "ebnf": "b"}, "ebnf"),
+        (CHAT, {"regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        (COMPLETIONS, {"guided_json": {}, "guided_regex": "a"}, "guided_regex"),
+        (COMPLETIONS, {"stop_regex": "a", "n": 0}, "n"),
+        (GENERATE, {"regex": "a", "json_schema": "{}"}, "json_schema"),
+        (CHAT, {"tools": [TOOL], "temperature": 3}, "temperature"),
+        (CHAT, {"tools": [TOOL], "messages": []}, "messages"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias"),
+        (GENERATE, {"sampling_params": {"logit_bias": {"5": 101}}}, "sampling_params.logit_bias"),
+    ],
+)
+async def test_what_is_wrong_in_itself_comes_before_what_is_missing(served, path, extra, param):
+    status, body, _ = await served.post(path, {**base(path), **extra})
+    assert (status, body["error"]["param"]) == (400, param), body
+
+
+@pytest.mark.parametrize(("field", "value"), [("regex", "a"), ("json_schema", "{}")])
+async def test_native_constraints_are_named_where_they_stand(served, field, value):
+    for extra, param in (({field: value}, field), ({"sampling_params": {field: value}}, f"sampling_params.{field}")):
+        status, body, _ = await served.post(GENERATE, {"text": "Hi", **extra})
+        assert (status, body["error"]["param"]) == (501, param)
+
+
+async def test_labels_are_any_text_and_never_run_together(served):
+    salts = [
+        {"user": "é" * 256},
+        {"user": "a\nb"},
+        {"user_id": "a", "user": "b"},
+        {"user_id": "a\nb"},
+        {"extra_key": 'a", "b'},
+        {"extra_key": "a", "user_id": "b"},
+        {"cache_salt": "日本"},
+    ]
+    prompt = [5] * 256  # a whole page, which has a key
+    for salt in salts:
+        status, body, _ = await served.post(COMPLETIONS, {"prompt": prompt, **salt})
+        assert status == 200, body
+    assert len({start.page_keys for start in served.mesh.starts}) == len(salts)
+
+
+async def test_no_log_probabilities_may_be_asked_for_in_so_many_words(served):
+    status, body, _ = await served.post(CHAT, {"messages": USER, "logprobs": False, "top_logprobs": 0})
+    assert status == 200 and body["choices"][0]["logprobs"] is None
+
+
+async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served):
+    _, body, _ = await served.post(COMPLETIONS, {"prompt": [5] * 5000})
+    assert "has 5000 tokens" in body["error"]["message"]
+    long = {"prompt": "many words " * 9000}
+    _, body, _ = await served.post(COMPLETIONS, long)
+    assert "has at least" in body["error"]["message"] and body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
     ("path", "extra", "part"),
     [
-        (CHAT, {"tools": [TOOL]}, "tool"),
-        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "tool"),
+        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "grammar_svc"),
         (CHAT, {"functions": [{"name": "f"}]}, "tool"),
         (CHAT, {"response_format": {"type": "json_object"}}, "grammar_svc"),
         (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "grammar_svc"),

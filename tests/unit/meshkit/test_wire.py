@@ -77,6 +77,7 @@ MODEL = st.builds(
     max_context=st.integers(1, 2**31 - 1),
     eos_ids=INTS,
     kv_layout_id=TEXT,
+    layers=U31,
 )
 
 
@@ -280,6 +281,7 @@ SUBMIT = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     kill_count=U31,
     traceparent=TEXT,
+    namespace=st.sampled_from((b"", bytes(range(32)))),
 )
 
 
@@ -289,6 +291,23 @@ def test_submit_round_trip(submit, keys):
     submit = replace(submit, page_keys=tuple(bytes([i]) * 16 for i in range(min(keys, len(submit.prompt) // 256))))
     message = scheduler_pb2.SubmitRequest.FromString(wire.encode_submit(submit).SerializeToString())
     assert same(submit, wire.decode_submit(message))
+
+
+@pytest.mark.parametrize("size", [1, 16, 31, 33])
+def test_a_namespace_has_32_bytes_or_none(size):
+    message = wire.encode_submit(replace(_submit(), namespace=bytes(size)))
+    with pytest.raises(WireError, match=f"namespace: {size} bytes; send 32"):
+        wire.decode_submit(message)
+
+
+@pytest.mark.parametrize(("tokens", "keys"), [(600, 1), (600, 3), (255, 1)])
+def test_a_question_about_a_prompt_has_a_key_per_full_page(tokens, keys):
+    ask = scheduler_pb2.ExplainRequest(tokens=tokens, page_keys=bytes(16 * keys))
+    with pytest.raises(WireError, match=f"page_keys: {keys} keys"):
+        wire.decode_explain(ask)
+    right = tokens // 256
+    ask = scheduler_pb2.ExplainRequest(tokens=tokens, page_keys=bytes(16 * right))
+    assert len(wire.decode_explain(ask)) == right
 
 
 @given(st.builds(f.SubmitReply, st.sampled_from(f.Verdict), TEXT, U31))
@@ -406,8 +425,8 @@ def test_bad_result_frames_name_the_field(text):
         wire.decode(message)
 
 
-def test_submit_is_refused_with_more_keys_than_full_pages():
-    submit = f.Submit(
+def _submit():
+    return f.Submit(
         attach_id=1,
         request_id=b"r" * 16,
         attempt=1,
@@ -416,10 +435,12 @@ def test_submit_is_refused_with_more_keys_than_full_pages():
         seed=1,
         remaining_ms=1000,
         prompt=np.zeros(255, np.int32),
-        page_keys=(b"k" * 16,),
     )
+
+
+def test_submit_is_refused_with_more_keys_than_full_pages():
     with pytest.raises(WireError, match="page_keys: 1 keys"):
-        wire.decode_submit(wire.encode_submit(submit))
+        wire.decode_submit(wire.encode_submit(replace(_submit(), page_keys=(b"k" * 16,))))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ an assertion or as other tokens than `reference` gives.
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,17 +65,18 @@ class Slot:
     pages: list = field(default_factory=list)
     spare: int = -1
     spare_pos: int = 0
+    exact_from: int = 0  # tails before it would not be exact
     fresh: bool = True  # nothing fed yet: start must be backed by a copy or a tail
 
 
 class FakeWorker:
-    def __init__(self, group="w0", boot=1, slots=4, pages=16, tails=4, ranks=1, step_tokens=4096):
+    def __init__(self, group="w0", boot=1, slots=4, pages=16, tails=4, ranks=1, step_tokens=4096, layers=0):
         self.hello = f.WorkerHello(
             group=group,
             boot=boot,
             build="b",
             proto_rev=PROTO_REV,
-            model=MODEL,
+            model=replace(MODEL, layers=layers),
             ranks=ranks,
             slots=slots,
             pages=pages,
@@ -133,8 +134,10 @@ class FakeWorker:
         self.step += 1
         assert fr.step == self.step
         self.log.append(fr)
+        freed = {slot for slot, _ in fr.frees}
         for p in fr.retire_pages:
             del self.published[p]
+            assert not any(p in s.pages for n, s in self.slots.items() if n not in freed), "retired yet in use"
         for t in fr.retire_tails:
             del self.pub_tails[t]
         for slot, gen in fr.frees:
@@ -185,27 +188,32 @@ class FakeWorker:
             at += n
         assert at == len(fr.chunk_ids)
         assert fr.decode_only == (not chunks)
-        saves = {s: (pos, tail) for s, pos, tail in fr.tail_saves}
+        saves = {}
+        for n, pos, tail in fr.tail_saves:
+            saves.setdefault(n, []).append((pos, tail))
         states, counts, tokens, spares = [], [], [], []
         for i, n in enumerate(slots):
             s = self.slots[n]
-            start, ids, _, sample = chunks.get(i, (len(s.ids), [s.next], 0, 1))
+            start, ids, write_from, sample = chunks.get(i, (len(s.ids), [s.next], 0, 1))
             if s.finished:
                 states.append(f.RowState.FINISHED_BEFORE)
                 counts.append(0)
                 continue
+            if s.fresh and start and not s.ids:
+                self._replay(s, start, write_from)
             assert start == len(s.ids), "a chunk starts at the slot's length"
             assert not s.fresh or start == s.init.start
             s.fresh = False
             if sample and self.park((n, s)):
                 if i in chunks:
-                    self._feed(n, s, ids, saves)  # the forward ran, saves included; only its last token is given up
+                    # The forward ran, saves included; only its last token is given up.
+                    self._feed(n, s, ids, saves, write_from)
                     s.next = s.ids.pop()
                     s.crc = crc_of(s.ids)
                 states.append(f.RowState.PARKED)
                 counts.append(0)
                 continue
-            crossed = self._feed(n, s, ids, saves)
+            crossed = self._feed(n, s, ids, saves, write_from)
             if not sample:
                 states.append(f.RowState.CHUNK)
                 counts.append(0)
@@ -219,6 +227,7 @@ class FakeWorker:
                 tokens.append(token)
             if crossed and s.spare >= 0 and not s.finished:
                 pos = len(s.ids) // PAGE_TOKENS * PAGE_TOKENS
+                assert pos >= s.exact_from, "a spare is given once a replay has become exact"
                 self.tails[s.spare], s.spare_pos = (tuple(s.ids[:pos]), crc_of(s.ids[:pos])), pos
                 spares.append((i, pos))
         for page in fr.publishes:
@@ -228,8 +237,13 @@ class FakeWorker:
             self.max_gen = max(self.max_gen, page.page_gen)
             self.published[page.page] = page
         for tail, page in fr.publish_tails:
-            assert page in self.published and tail in self.tails
+            assert page in self.published and tail in self.tails and tail not in self.pub_tails
+            ids = self.tails[tail][0]
+            assert [self.content[page][o] for o in range(PAGE_TOKENS)] == list(ids[-PAGE_TOKENS:])
             self.pub_tails[tail] = page
+            for s in self.slots.values():
+                if s.spare == tail:
+                    s.spare, s.spare_pos = -1, 0
         return f.ResultFrame(
             step=fr.step, t_start_ns=fr.step * 10**7, t_end_ns=fr.step * 10**7 + 5 * 10**6,
             states=np.array(states, np.uint8), counts=np.array(counts, np.uint8), tokens=np.array(tokens, np.int32),
@@ -237,16 +251,29 @@ class FakeWorker:
             spare_positions=np.array([p for _, p in spares], np.int32),
         )  # fmt: skip
 
-    def _feed(self, slot, s, ids, saves):
+    def _replay(self, s, start, write_from):
+        """An exact replay: older tokens count only through the pages, which must be there."""
+        layers = self.hello.model.layers
+        assert layers and write_from - start >= 128 + 127 * (layers - 1), "a replay is long enough to be exact"
+        s.ids = [self.content[s.pages[pos // PAGE_TOKENS]][pos % PAGE_TOKENS] for pos in range(start)]
+        s.crc = crc_of(s.ids)
+        s.exact_from = write_from
+
+    def _feed(self, slot, s, ids, saves, write_from=0):
         """Commit ids; True if the length crossed a page boundary."""
-        before = len(s.ids)
+        before, checked = len(s.ids), -1
         for i in ids:
             pos = len(s.ids)
             page = s.pages[pos // PAGE_TOKENS]
-            assert page not in self.published, "published pages are immutable"
-            if pos % PAGE_TOKENS == 0:
-                self.content[page] = {}
-            self.content[page][pos % PAGE_TOKENS] = i
+            if pos >= write_from:
+                if page != checked:
+                    users = sum(page in other.pages for other in self.slots.values())
+                    assert page not in self.published and users == 1, "a published or shared page is not written"
+                    checked = page
+                if pos % PAGE_TOKENS == 0:
+                    self.content[page] = {}
+                self.content[page][pos % PAGE_TOKENS] = i
+            assert self.content[page][pos % PAGE_TOKENS] == i, "a page of another sequence"
             s.ids.append(i)
             s.crc = mix(s.crc, i)
         for k, page in enumerate(s.pages[: -(-len(s.ids) // PAGE_TOKENS)]):
@@ -257,11 +284,10 @@ class FakeWorker:
                 part[len(part) // 2],
                 part[-1],
             ]
-        if slot in saves:
-            pos, tail = saves[slot]
-            if before < pos <= len(s.ids):
-                assert tail not in self.pub_tails
-                self.tails[tail] = (tuple(s.ids[:pos]), crc_of(s.ids[:pos]))
+        for pos, tail in saves.get(slot, ()):
+            assert before < pos <= len(s.ids) and pos % PAGE_TOKENS == 0
+            assert tail not in self.pub_tails and pos >= s.exact_from
+            self.tails[tail] = (tuple(s.ids[:pos]), crc_of(s.ids[:pos]))
         return len(s.ids) // PAGE_TOKENS > before // PAGE_TOKENS
 
 

@@ -8,7 +8,7 @@ from meshkit import frames as f
 from meshkit.core import Called, Close, Closed, Count, Opened, Received, Reply, Send, Tick, WakeAt
 from meshkit.types import FinishReason, RequestId
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Drain, Drained, Flush
 from scheduler_svc.core.scheduler import Scheduler
 from tests.unit.scheduler.fake import FakeWorker, Journal, Stream, params, reference
 
@@ -253,6 +253,10 @@ class Mesh:
             del gate.rows[k]
         self.up(gate, f.StopRows(rows, gens, keeps) if stop else f.CancelRows(rows, gens))
 
+    def flush(self):
+        self.event(Flush())
+        self.run()
+
     def drain(self):
         self.event(Drain())
 
@@ -267,8 +271,15 @@ class Mesh:
         return reference(journal.prompt, journal.params, journal.seed, choice)
 
     def idle(self):
-        """Every pool is back to free, on both sides, and no fault was counted."""
+        """Nothing is owned, both sides know the same cache, which can go at once, and no fault was counted."""
         self.run()
+        load = self.core.load()
+        for name in ("pages", "tails", "slots"):
+            assert load[f"{name}_owned"] == 0, load
+        attached = [w for w in self.workers.values() if w.conn in self.conns]
+        assert load["pages_cached"] == sum(len(w.published) for w in attached)
+        assert load["tails_cached"] == sum(len(w.pub_tails) for w in attached)
+        self.flush()
         load = self.core.load()
         for name in ("pages", "tails", "slots"):
             assert load[f"{name}_owned"] == load[f"{name}_cached"] == 0, load

@@ -21,7 +21,7 @@ def busy(depth=1, slots=4, pages=24, tails=8, steps=8, **kw):
     js = [m.submit(g, prompt=30, max_tokens=60, ignore_eos=True)]
     m.steps(steps)
     js += [m.submit(g, prompt=300, n=2, max_tokens=20), m.submit(g, prompt=700, max_tokens=9)]
-    js += [m.submit(g, prompt=50, max_tokens=9)]
+    js += [m.submit(g, prompt=900, max_tokens=9)]
     m.steps(3)
     return m, g, js
 
@@ -377,7 +377,7 @@ def test_slots_survive_a_scheduler_restart(depth, order):
         n.resubmit(g, js)
         assert not n.core.counters.get("steps")
         n.worker(w)
-    assert n.core.counters["slots_adopted"] >= 3
+    assert n.core.counters["slots_adopted"] >= 2
     n.run()
     n.advance(1100)
     n.run()

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from scheduler_svc.core.ledger import Pool
@@ -19,14 +20,14 @@ def test_classes_follow_references():
     assert (pool.quarantined, pool.free) == (4, [])
     pool.settle([17, 17])
     assert (pool.quarantined, pool.owned, pool.free) == (0, 1, [19, 18, 16])
-    assert pool.drop(17) is False
     pool.keep(17)
+    assert pool.drop(17) is False and pool.drop(17) is False
     assert (pool.owned, pool.cached) == (0, 1)
     pool.share(17)
     assert (pool.owned, pool.cached) == (1, 0)
-    assert pool.drop(17) is False
-    pool.resume(17)
-    assert pool.drop(17) is True
+    pool.share_all(np.array([17], np.int32))
+    assert pool.drop(17) is False and pool.drop(17) is False
+    assert pool.forget(17) is True
     assert (pool.owned, pool.cached, len(pool.free)) == (0, 0, 4)
     with pytest.raises(AssertionError, match="settles once"):
         Pool(0, 2).settle([]) or pool.settle([])
@@ -51,27 +52,29 @@ def test_random_operations_agree_with_two_counters(seed):
     run, kept = dict.fromkeys(range(16, 24), 0), dict.fromkeys(range(16, 24), 0)
     for _ in range(300):
         place = rng.randrange(16, 24)
-        op = rng.choice(["take", "share", "drop", "keep", "resume", "forget"])
+        op = rng.choice(["take", "share", "drop", "keep", "forget"])
         if op == "take" and pool.free:
             place = pool.take()
             assert not run[place] and not kept[place]
             run[place] = 1
         elif op == "share" and (run[place] or kept[place]):
-            pool.share(place)
-            run[place] += 1
+            others = [p for p in range(16, 24) if p != place and (run[p] or kept[p]) and rng.random() < 0.5]
+            if others:
+                pool.share_all(np.array([place, *others], np.int32))
+            else:
+                pool.share(place)
+            for p in (place, *others):
+                run[p] += 1
         elif op == "drop" and run[place]:
             run[place] -= 1
             assert pool.drop(place) == (not run[place] and not kept[place])
-        elif op == "keep" and run[place]:
+        elif op == "keep" and run[place] and not kept[place]:
             pool.keep(place)
-            run[place], kept[place] = run[place] - 1, kept[place] + 1
-        elif op == "resume" and kept[place]:
-            pool.resume(place)
-            run[place], kept[place] = run[place] + 1, kept[place] - 1
+            kept[place] = 1
         elif op == "forget" and kept[place]:
-            kept[place] -= 1
-            assert pool.forget(place) == (not run[place] and not kept[place])
-        pool.recount({p: n for p, n in run.items() if n}, {p: n for p, n in kept.items() if n})
+            kept[place] = 0
+            assert pool.forget(place) == (not run[place])
+        pool.recount([p for p, n in run.items() for _ in range(n)], [p for p, n in kept.items() if n])
 
 
 def _busy():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from meshkit.frames import Verdict
 from meshkit.types import FinishReason
+from scheduler_svc.core.events import Flush
 from tests.unit.scheduler.fake import FakeWorker
 from tests.unit.scheduler.mesh import Mesh
 
@@ -29,11 +30,13 @@ class Life:
         )
         self.shape = {
             "slots": rng.randint(1, 5),
-            "pages": rng.choice([3, 4, 5, 9]),
+            "pages": rng.choice([3, 4, 5, 9, 16]),
             "tails": rng.randint(0, 5),
+            "layers": rng.choice([0, 2, 3]),
             "ranks": rng.choice([1, 1, 2]),
             "step_tokens": rng.choice([2, 64, 4096]),
         }
+        self.stems = [[rng.randrange(2, 50_000) for _ in range(1100)] for _ in range(2)]
         self.boots = 1
         self.journals = []
         self.groups = ["w0"] if rng.random() < 0.7 else ["w0", "w1"]
@@ -56,8 +59,7 @@ class Life:
     def submit(self):
         rng, m = self.rng, self.mesh
         n = rng.choice([1, 1, 1, 2, 3])
-        prompt = rng.choice([1, 2, 5, 100, 255, 256, 257, 512, 600])
-        j = m.journal(prompt, n, priority=rng.randint(0, 1), max_tokens=rng.choice([1, 4, 30, 280, 280]),
+        j = m.journal(self.prompt(), n, priority=rng.randint(0, 1), max_tokens=rng.choice([1, 4, 30, 280, 280]),
                       ignore_eos=rng.random() < 0.5, top_logprobs=rng.choice([-1, -1, 0]))  # fmt: skip
         j.gate = rng.choice(self.gates)
         m.submit(j.gate, journal=j, remaining_ms=rng.choice([600_000, 600_000, 2_000]))
@@ -65,6 +67,24 @@ class Life:
             self.journals.append(j)
         else:
             assert j.verdict.verdict in (Verdict.NEVER_FITS, Verdict.QUEUE_FULL), j.verdict
+
+    def prompt(self):
+        """Of its own, a stem, a stem that goes on differently, or the next turn of an earlier request."""
+        rng = self.rng
+        size = rng.choice([1, 2, 5, 100, 255, 256, 257, 512, 600])
+        stem, kind = rng.choice(self.stems), rng.randrange(5)
+        own = [rng.randrange(2, 50_000) for _ in range(rng.randint(1, 80))]
+        if kind == 0:
+            return stem[:size]
+        if kind == 1:
+            return stem[: 256 * rng.randint(1, 4)] + own
+        if kind == 2 and self.journals:
+            before = rng.choice(self.journals)
+            return (before.prompt + before.streams[0].ids + own)[:1200]
+        return size
+
+    def flush(self):
+        self.mesh.event(Flush())
 
     def open_journals(self):
         return [j for j in self.journals if not j.closed and not all(s.reason for s in j.streams)]
@@ -123,6 +143,7 @@ class Life:
 
     def live(self, events):
         kinds = [self.submit] * 6 + [self.steps] * 14 + [self.cancel, self.stop_choice, self.wait, self.repeat_submit]
+        kinds += [self.flush]
         kinds += [self.break_worker, self.crash_worker, self.away_and_back, self.gateway_redials]
         for _ in range(events):
             self.rng.choice(kinds)()
@@ -149,7 +170,7 @@ class Life:
         m.idle()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32), st.integers(5, 45))
 def test_random_life(seed, events):
     Life(seed).live(events)

@@ -27,7 +27,7 @@ from meshkit.frames import (
 )
 from meshkit.types import ModelInfo, RequestId, SamplingParams, TokenLogprobs
 from worker_svc.core.dump import dump_frames
-from worker_svc.core.effects import Ran, Refresh, RefreshFailed, Run
+from worker_svc.core.effects import Ran, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import RowOutcome, StepOutcome, TailWork
@@ -151,16 +151,60 @@ def test_prefill_then_decode(rig):
     assert work.inits[0].seed == 5 and work.rows[0].ids == tuple(range(10, 20)) and work.rows[0].out_pos == 0
     assert list(result.states) == [RowState.SAMPLED] and list(result.tokens) == [42] and result.step == 1
     work, result, _ = rig.step(43, slots=i32(0))
-    assert (work.rows[0].start, work.rows[0].ids, work.rows[0].out_pos) == (10, (42,), 1)
+    assert (work.rows[0].ids, list(work.rows[0].pages)) == ((), [0]), "the device knows what comes next"
     assert (rig.slot().length, rig.slot().next, rig.slot().n_emitted) == (11, 43, 2)
 
 
-def test_frames_queue_and_run_one_at_a_time(rig):
+def test_frames_are_launched_at_once_and_booked_in_order(rig):
     assert only(rig.frame(**start_frame(10)), Run)
-    assert not only(rig.frame(slots=i32(0)), Run)
+    assert len(only(rig.frame(slots=i32(0)), Run)) == len(only(rig.frame(slots=i32(0)), Run)) == 1
+    for step, token in enumerate((42, 43, 44), 1):
+        (result,) = sent(rig(Ran(StepOutcome(rows=(RowOutcome((token,)),)))), ResultFrame)
+        assert (result.step, list(result.tokens)) == (step, [token])
+    assert (rig.slot().length, rig.slot().next, rig.slot().fed, rig.slot().sampling) == (12, 44, 12, 0)
+
+
+def test_a_slot_that_finishes_with_frames_under_way_is_masked_in_them(rig):
+    rig.frame(**start_frame(10))
+    rig.frame(slots=i32(0))
+    rig.frame(slots=i32(0))
+    states = []
+    for tokens in ((EOS,), (), ()):
+        (result,) = sent(rig(Ran(StepOutcome(rows=(RowOutcome(tokens),)))), ResultFrame)
+        states += list(result.states)
+    assert states == [RowState.FINISHED, RowState.FINISHED_BEFORE, RowState.FINISHED_BEFORE]
+    assert rig.slot().length == 9
+
+
+def test_a_slot_freed_and_given_away_while_a_step_runs_is_booked_for_its_old_owner(rig):
+    rig.frame(**start_frame(10))
+    rig.frame(slots=i32(0))
+    rig.frame(frees=(SlotFree(0, 1),), **start_frame(7, gen=2, pages=(3,)))
+    for token in (42, 43):
+        (result,) = sent(rig(Ran(StepOutcome(rows=(RowOutcome((token,)),)))), ResultFrame)
+        assert list(result.states) == [RowState.SAMPLED] and list(result.tokens) == [token]
+    assert (rig.slot().gen, rig.slot().fed, rig.slot().n_emitted) == (2, 7, 0)
+
+
+def test_a_chunk_behind_a_sample_waits_for_it(rig):
+    rig.frame(**start_frame(10))
+    assert not only(rig.frame(slots=i32(0), **chunk((0, 10, [42], 0, 1))), Run)
     out = rig(Ran(StepOutcome(rows=(RowOutcome((42,)),))))
     (run,) = only(out, Run)
-    assert run.work.rows[0].ids == (42,)
+    assert (run.work.rows[0].start, run.work.rows[0].ids) == (10, (42,))
+
+
+def test_rows_parked_with_frames_under_way_never_need_more_than_their_pages(rig):
+    rig.frame(**start_frame(255))
+    rig.frame(slots=i32(0))
+    rig(Ran(StepOutcome(rows=(RowOutcome(()),))))
+    assert rig.slot().fed == 255
+    assert only(rig.frame(slots=i32(0)), Run)
+    out = rig.frame(slots=i32(0))
+    assert not sent(out, ResultFrame), "its error waits for the frames in front of it"
+    rig(Ran(StepOutcome(rows=(RowOutcome((42,)),))))
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((43,)),))))
+    assert [result.error[:8] for result in sent(out, ResultFrame)] == ["", "no_page:"]
 
 
 @pytest.mark.parametrize(
@@ -193,35 +237,38 @@ def test_finished_slot_in_a_later_frame_is_skipped(rig):
 def test_parked_rows_rerun_exactly(rig):
     _, result, _ = rig.step(None, **start_frame(10))
     assert list(result.states) == [RowState.PARKED] and not len(result.tokens)
-    work, _, _ = rig.step(None, slots=i32(0))
-    assert (work.rows[0].start, work.rows[0].ids, work.rows[0].out_pos) == (9, (19,), 0)
-    work, result, _ = rig.step(42, slots=i32(0))
-    assert (work.rows[0].start, work.rows[0].ids) == (9, (19,)) and list(result.tokens) == [42]
-    assert rig.slot().length == 10
+    for _ in range(2):
+        rig.step(None, slots=i32(0))
+        assert (rig.slot().length, rig.slot().next, rig.slot().n_emitted) == (9, 19, 0)
+    _, result, _ = rig.step(42, slots=i32(0))
+    assert list(result.tokens) == [42] and rig.slot().length == 10
 
 
 def test_spare_is_saved_in_the_forward_when_certain(rig):
-    work, result, out = rig.step(42, **start_frame(300, pages=(0, 1)), spares=(Spare(0, 3),))
-    assert work.saves == (TailWork(0, 256, 3),) and not only(out, Refresh)
+    work, result, _ = rig.step(42, **start_frame(300, pages=(0, 1)), spares=(Spare(0, 3),))
+    assert work.saves == (TailWork(0, 256, 3),)
     assert list(result.spare_rows) == [0] and list(result.spare_positions) == [256]
     assert rig.slot().spare_pos == 256
 
 
 @pytest.mark.parametrize(("token", "refreshed"), [(42, True), (None, False), (EOS, False)])
 def test_spare_at_the_end_of_a_sampling_chunk_waits_for_the_sample(rig, token, refreshed):
-    work, result, out = rig.step(token, **start_frame(256), spares=(Spare(0, 3),))
-    assert work.saves == ()
-    assert only(out, Refresh) == ([Refresh((TailWork(0, 256, 3),))] if refreshed else [])
+    work, result, _ = rig.step(token, **start_frame(256), spares=(Spare(0, 3),))
+    assert work.saves == () and work.rows[0].spare == 3
     assert list(result.spare_positions) == ([256] if refreshed else [])
 
 
-def test_spare_in_decode_is_refreshed_before_the_next_run(rig):
+@pytest.mark.parametrize("taken", [False, True])
+def test_spare_in_decode_is_current_once_booked_unless_it_was_taken_meanwhile(rig, taken):
     rig.step(42, **start_frame(255), spares=(Spare(0, 3),))
-    rig.frame(slots=i32(0))
-    rig.frame(slots=i32(0), appends=(PageAppend(0, 1),))
-    out = rig(Ran(StepOutcome(rows=(RowOutcome((43,)),))))
-    kinds = [type(effect) for effect in out if isinstance(effect, (Refresh, Run))]
-    assert kinds == [Refresh, Run]
+    (run,) = only(rig.frame(slots=i32(0)), Run)
+    assert run.work.rows[0].spare == 3
+    spares = (Spare(0, 4),) if taken else ()
+    (run,) = only(rig.frame(slots=i32(0), appends=(PageAppend(0, 1),), spares=spares), Run)
+    assert run.work.rows[0].spare == (4 if taken else 3)
+    (result,) = sent(rig(Ran(StepOutcome(rows=(RowOutcome((43,)),)))), ResultFrame)
+    assert list(result.spare_positions) == ([] if taken else [256])
+    assert rig.slot().spare_pos == (0 if taken else 256)
 
 
 def test_tail_save_and_load(rig):
@@ -338,6 +385,28 @@ def test_writes_into_pages_that_others_read(rig, code):
     assert faults(out) == [f"frame_error_{code}"]
 
 
+def test_what_frames_under_way_publish_is_in_force_once_they_are_booked(rig):
+    rig.step(42, **start_frame(256, pages=(0, 1)), spares=(Spare(0, 3),))
+    table = rig.machine.table
+    rig.frame(slots=i32(0), **PUBLISHED, publish_tails=(PublishedTail(3, 0),))
+    out = rig.frame(slots=i32(0), retire_tails=(3,))
+    assert not faults(out) and not table.published and table.is_published(0)
+    rig(Ran(StepOutcome(rows=(RowOutcome((43,)),))))
+    assert list(table.published) == [0] and not table.tails, "its tail was retired before it was there"
+
+
+def test_what_a_failed_frame_and_those_behind_it_publish_is_not(rig):
+    rig.step(42, **start_frame(256, pages=(0, 1)))
+    rig.frame(slots=i32(0))
+    rig.frame(slots=i32(0), **PUBLISHED)
+    rig(Ran(None, "lost"))
+    rig(Ran(None, "lost"))
+    rig.now += 2000 * MS
+    (dump,) = sent(rig.attach(78), Dump)
+    assert not dump.pages and not rig.machine.table.is_published(0)
+    assert (dump.slots[0].length, rig.slot().fed, rig.slot().sampling) == (256, 256, 0)
+
+
 def test_a_page_may_be_retired_in_the_frame_that_frees_its_last_reader(rig):
     rig.step(42, **start_frame(10))
     rig.step(43, slots=i32(0), **PUBLISHED)
@@ -349,11 +418,14 @@ def test_an_error_drops_the_slots_it_touched_and_dumps_the_rest(rig):
     rig.step(42, **start_frame(10))
     second = start_frame(10, slot=1, gen=2, pages=(1,)) | chunk((1, 0, [1], 0, 1)) | {"slots": i32(0, 1)}
     rig.frame(**second)
-    rig.frame(slots=i32(0))
+    (behind,) = only(rig.frame(slots=i32(0)), Run)
     out = rig(Ran(None, "out of memory"))
     assert sent(out, ResultFrame)[0].error == "executor: out of memory" and not only(out, Run)
     rig.now += 2000 * MS
-    (dump,) = sent(rig.attach(78), Dump)
+    assert not sent(rig.attach(78), Dump), "the step launched behind it has to come back first"
+    (dump,) = sent(rig(Ran(None, "a step before it failed")), Dump)
+    (run,) = only(rig.frame(slots=i32(0)), Run)
+    assert run.era == behind.era + 1
     assert [slot.slot for slot in dump.slots] == [0]
     assert (dump.slots[0].length, dump.slots[0].next, dump.slots[0].last_ids) == (10, 42, (42,))
     assert rig.hello.max_gen == 2
@@ -366,7 +438,7 @@ def test_held_frames_run_after_the_scheduler_is_lost_and_the_dump_waits_for_them
     rig.now += 200 * MS
     assert not sent(rig.attach(78), Dump)
     out = rig(Ran(StepOutcome(rows=(RowOutcome((42,)),))))
-    assert only(out, Run) and not sent(out, ResultFrame)
+    assert not sent(out, ResultFrame) and not sent(out, Dump)
     (dump,) = sent(rig(Ran(StepOutcome(rows=(RowOutcome((43,)),)))), Dump)
     assert dump.slots[0].last_ids == (42, 43) and dump.last
     assert only(rig.frame(slots=i32(0)), Run)
@@ -431,11 +503,11 @@ def test_a_silent_scheduler_is_given_up_and_dialled_again_with_backoff(rig):
     assert only(rig(Tick()), Dial)
 
 
-def test_a_failed_refresh_forgets_the_tail(rig):
-    _, _, out = rig.step(42, **start_frame(256), spares=(Spare(0, 3),))
-    (refresh,) = only(out, Refresh)
-    out = rig(RefreshFailed(refresh.saves, "no space"))
-    assert only(out, Close) and rig.slot().spare_pos == 0
+def test_an_outcome_that_makes_no_sense_drops_every_slot_of_its_frames(rig):
+    rig.step(42, **start_frame(10))
+    rig.frame(slots=i32(0))
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((1000,)),))))
+    assert faults(out) == ["frame_error_executor"] and not rig.machine.table.slots
 
 
 @pytest.mark.parametrize("rows", [(), (RowOutcome((1, 2)),), (RowOutcome((1000,)),)])
@@ -449,7 +521,9 @@ def test_big_dumps_are_chunked():
     rig = Rig()
     rig.attach()
     for page in range(16):
-        rig.machine.table.publish(PublishedPage(page, page + 1, -1, b"k" * 16))
+        entry = PublishedPage(page, page + 1, -1, b"k" * 16)
+        rig.machine.table.publish(entry)
+        rig.machine.table.booked((entry,), ())
     frames = dump_frames(rig.machine.table, limit=100)
     assert [len(frame.pages) for frame in frames] == [3, 3, 3, 3, 3, 1]
     assert [frame.last for frame in frames] == [False] * 5 + [True]

@@ -1,6 +1,5 @@
 """Warm-up, compute thread and load progress, without a model."""
 
-import asyncio
 import logging
 import sys
 import threading
@@ -22,13 +21,13 @@ class SlowExecutor:
     def __init__(self, per_token):
         self.per_token, self.now, self.works = per_token, 0.0, []
 
-    def run(self, work):
+    def launch(self, work):
         self.works.append(work)
         self.now += self.per_token * sum(len(row.ids) for row in work.rows)
         return StepOutcome(rows=tuple(RowOutcome((1,)) for _ in work.rows))
 
-    def refresh(self, saves):
-        raise AssertionError("nothing to save")
+    def collect(self, handle):
+        return handle
 
 
 @pytest.mark.parametrize("per_token, budget", [(0.001, 384), (0.0001, 2048), (0.1, 32), (0.0, 2048)])
@@ -52,36 +51,24 @@ def test_warm_up_stays_inside_a_small_pool():
 
 async def test_jobs_run_in_order_on_one_thread_and_report_in_the_loop():
     compute, seen = ComputeThread(), []
-    names = set()
 
     def job(number):
-        names.add(threading.current_thread().name)
+        seen.append((number, threading.current_thread().name))
         if number == 2:
             raise ValueError("two")
         return number
 
-    done = asyncio.Event()
-
-    def report(number, result, error):
-        assert asyncio.get_running_loop()
-        seen.append((number, result, str(error or "")))
-        if number == 3:
-            done.set()
-
-    for number in range(4):
-        compute.submit(lambda number=number: job(number), lambda r, e, number=number: report(number, r, e))
-    await done.wait()
-    assert seen == [(0, 0, ""), (1, 1, ""), (2, None, "two"), (3, 3, "")]
-    assert names == {"compute"}
+    compute.submit(lambda: job(0))
+    assert await compute.call(lambda: job(7)) == 7
     with pytest.raises(ValueError, match="two"):
         await compute.call(lambda: job(2))
-    assert await compute.call(lambda: job(7)) == 7
+    assert seen == [(0, "compute"), (7, "compute"), (2, "compute")]
     assert compute.stop()
 
 
 async def test_stop_does_not_wait_for_a_long_job():
     compute, gate = ComputeThread(), threading.Event()
-    compute.submit(gate.wait, lambda result, error: None)
+    compute.submit(lambda: gate.wait() and None)
     assert not compute.stop(0.01)
     gate.set()
 

@@ -95,6 +95,7 @@ class ModelInfo(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
     KV_LAYOUT_ID_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     revision: _builtins.str
     vocab_size: _builtins.int
@@ -102,6 +103,8 @@ class ModelInfo(_message.Message):
     eos_ids: _builtins.bytes
     """i32[]"""
     kv_layout_id: _builtins.str
+    layers: _builtins.int
+    """sliding-window layers: the length of an exact replay; 0 = unknown, none is done"""
     def __init__(
         self,
         *,
@@ -111,10 +114,11 @@ class ModelInfo(_message.Message):
         max_context: _builtins.int = ...,
         eos_ids: _builtins.bytes = ...,
         kv_layout_id: _builtins.str = ...,
+        layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_ids", b"eos_ids", "kv_layout_id", b"kv_layout_id", "max_context", b"max_context", "name", b"name", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_ids", b"eos_ids", "kv_layout_id", b"kv_layout_id", "layers", b"layers", "max_context", b"max_context", "name", b"name", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

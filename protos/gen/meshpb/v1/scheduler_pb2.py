@@ -26,7 +26,7 @@ from meshpb.v1 import common_pb2 as meshpb_dot_v1_dot_common__pb2
 from meshpb.v1 import worker_pb2 as meshpb_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19meshpb/v1/scheduler.proto\x12\tv4mesh.v1\x1a\x16meshpb/v1/common.proto\x1a\x16meshpb/v1/worker.proto\"M\n\x0cSubmitChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x0f\n\x07row_gen\x18\x03 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x01(\x0c\"\xb4\x02\n\rSubmitRequest\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.v4mesh.v1.SubmitChoice\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12)\n\x06params\x18\x07 \x01(\x0b\x32\x19.v4mesh.v1.SamplingParams\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x0e\n\x06prompt\x18\n \x01(\x0c\x12\x11\n\tpage_keys\x18\x0b \x01(\x0c\x12\x12\n\nkill_count\x18\x0c \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\tJ\x04\x08\x0e\x10\x11\"[\n\x0bSubmitReply\x12#\n\x07verdict\x18\x01 \x01(\x0e\x32\x12.v4mesh.v1.Verdict\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"L\n\x0cGatewayHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x06\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tproto_rev\x18\x04 \x01(\r\",\n\nCancelRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\"9\n\x08StopRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\x12\r\n\x05keeps\x18\x03 \x01(\x0c\"\xe9\x01\n\tGatewayUp\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.v4mesh.v1.GatewayHelloH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.v4mesh.v1.CancelRowsH\x00\x12#\n\x04stop\x18\x05 \x01(\x0b\x32\x13.v4mesh.v1.StopRowsH\x00\x12\x1d\n\x03\x62ye\x18\x06 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\".\n\x0fGatewayHelloAck\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x06\x12\r\n\x05\x62uild\x18\x02 \x01(\t\"\x89\x02\n\x0fSchedulerStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.v4mesh.v1.ModelInfo\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x12\n\npages_free\x18\x07 \x01(\r\x12\x13\n\x0bslots_total\x18\x08 \x01(\r\x12\x12\n\nslots_free\x18\t \x01(\r\x12\x0f\n\x07workers\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x06\x12\x16\n\x0eretry_after_ms\x18\x0c \x01(\r\"\xd4\x01\n\nTokenFrame\x12\x0c\n\x04step\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x10\n\x08row_gens\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61ses\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0b\n\x03ids\x18\x06 \x01(\x0c\x12\x10\n\x08\x66inishes\x18\x07 \x01(\x0c\x12%\n\x08logprobs\x18\x08 \x01(\x0b\x32\x13.v4mesh.v1.Logprobs\x12#\n\x06\x65rrors\x18\t \x03(\x0b\x32\x13.v4mesh.v1.RowError\x12\x0e\n\x06\x63\x61\x63hed\x18\n \x01(\x0c\"8\n\x08RowError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\":\n\tMovedRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\x12\r\n\x05kills\x18\x03 \x01(\x0c\"\xa2\x02\n\x0bGatewayDown\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12/\n\thello_ack\x18\x02 \x01(\x0b\x32\x1a.v4mesh.v1.GatewayHelloAckH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.v4mesh.v1.TokenFrameH\x00\x12,\n\x06status\x18\x04 \x01(\x0b\x32\x1a.v4mesh.v1.SchedulerStatusH\x00\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12%\n\x05moved\x18\x06 \x01(\x0b\x32\x14.v4mesh.v1.MovedRowsH\x00\x12\x1d\n\x03\x62ye\x18\x07 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\"\x10\n\x0eGetLoadRequest\"\xa4\x01\n\x0cGetLoadReply\x12*\n\x06status\x18\x01 \x01(\x0b\x32\x1a.v4mesh.v1.SchedulerStatus\x12\x37\n\x08\x63ounters\x18\x02 \x03(\x0b\x32%.v4mesh.v1.GetLoadReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0c\n\nDrainReply*\xb9\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x10\n\x0cSTALE_ATTACH\x10\x02\x12\x0e\n\nSUPERSEDED\x10\x03\x12\r\n\tCANCELLED\x10\x04\x12\x0e\n\nQUEUE_FULL\x10\x05\x12\x0e\n\nNEVER_FITS\x10\x06\x12\r\n\tNO_WORKER\x10\x07\x12\x0c\n\x08\x44RAINING\x10\x08\x12\x0b\n\x07INVALID\x10\t\x12\x0c\n\x08POISONED\x10\n2\xc2\x02\n\tScheduler\x12:\n\x06Submit\x12\x18.v4mesh.v1.SubmitRequest\x1a\x16.v4mesh.v1.SubmitReply\x12\x41\n\rAttachGateway\x12\x14.v4mesh.v1.GatewayUp\x1a\x16.v4mesh.v1.GatewayDown(\x01\x30\x01\x12>\n\x0c\x41ttachWorker\x12\x13.v4mesh.v1.WorkerUp\x1a\x15.v4mesh.v1.WorkerDown(\x01\x30\x01\x12=\n\x07GetLoad\x12\x19.v4mesh.v1.GetLoadRequest\x1a\x17.v4mesh.v1.GetLoadReply\x12\x37\n\x05\x44rain\x12\x17.v4mesh.v1.DrainRequest\x1a\x15.v4mesh.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19meshpb/v1/scheduler.proto\x12\tv4mesh.v1\x1a\x16meshpb/v1/common.proto\x1a\x16meshpb/v1/worker.proto\"M\n\x0cSubmitChoice\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0b\n\x03row\x18\x02 \x01(\r\x12\x0f\n\x07row_gen\x18\x03 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x01(\x0c\"\xc7\x02\n\rSubmitRequest\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x07\x63hoices\x18\x04 \x03(\x0b\x32\x17.v4mesh.v1.SubmitChoice\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12)\n\x06params\x18\x07 \x01(\x0b\x32\x19.v4mesh.v1.SamplingParams\x12\x0c\n\x04seed\x18\x08 \x01(\x06\x12\x14\n\x0cremaining_ms\x18\t \x01(\r\x12\x0e\n\x06prompt\x18\n \x01(\x0c\x12\x11\n\tpage_keys\x18\x0b \x01(\x0c\x12\x12\n\nkill_count\x18\x0c \x01(\r\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x11\n\tnamespace\x18\x11 \x01(\x0cJ\x04\x08\x0e\x10\x11\"[\n\x0bSubmitReply\x12#\n\x07verdict\x18\x01 \x01(\x0e\x32\x12.v4mesh.v1.Verdict\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"L\n\x0cGatewayHello\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x06\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tproto_rev\x18\x04 \x01(\r\",\n\nCancelRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\"9\n\x08StopRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\x12\r\n\x05keeps\x18\x03 \x01(\x0c\"\xe9\x01\n\tGatewayUp\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12(\n\x05hello\x18\x02 \x01(\x0b\x32\x17.v4mesh.v1.GatewayHelloH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\'\n\x06\x63\x61ncel\x18\x04 \x01(\x0b\x32\x15.v4mesh.v1.CancelRowsH\x00\x12#\n\x04stop\x18\x05 \x01(\x0b\x32\x13.v4mesh.v1.StopRowsH\x00\x12\x1d\n\x03\x62ye\x18\x06 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\".\n\x0fGatewayHelloAck\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x06\x12\r\n\x05\x62uild\x18\x02 \x01(\t\"\x89\x02\n\x0fSchedulerStatus\x12\r\n\x05ready\x18\x01 \x01(\x08\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12#\n\x05model\x18\x03 \x01(\x0b\x32\x14.v4mesh.v1.ModelInfo\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x12\n\npages_free\x18\x07 \x01(\r\x12\x13\n\x0bslots_total\x18\x08 \x01(\r\x12\x12\n\nslots_free\x18\t \x01(\r\x12\x0f\n\x07workers\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x06\x12\x16\n\x0eretry_after_ms\x18\x0c \x01(\r\"\xd4\x01\n\nTokenFrame\x12\x0c\n\x04step\x18\x01 \x01(\x06\x12\x0c\n\x04rows\x18\x02 \x01(\x0c\x12\x10\n\x08row_gens\x18\x03 \x01(\x0c\x12\r\n\x05\x62\x61ses\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0b\n\x03ids\x18\x06 \x01(\x0c\x12\x10\n\x08\x66inishes\x18\x07 \x01(\x0c\x12%\n\x08logprobs\x18\x08 \x01(\x0b\x32\x13.v4mesh.v1.Logprobs\x12#\n\x06\x65rrors\x18\t \x03(\x0b\x32\x13.v4mesh.v1.RowError\x12\x0e\n\x06\x63\x61\x63hed\x18\n \x01(\x0c\"8\n\x08RowError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\":\n\tMovedRows\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x10\n\x08row_gens\x18\x02 \x01(\x0c\x12\r\n\x05kills\x18\x03 \x01(\x0c\"\xa2\x02\n\x0bGatewayDown\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12/\n\thello_ack\x18\x02 \x01(\x0b\x32\x1a.v4mesh.v1.GatewayHelloAckH\x00\x12\'\n\x06tokens\x18\x03 \x01(\x0b\x32\x15.v4mesh.v1.TokenFrameH\x00\x12,\n\x06status\x18\x04 \x01(\x0b\x32\x1a.v4mesh.v1.SchedulerStatusH\x00\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12%\n\x05moved\x18\x06 \x01(\x0b\x32\x14.v4mesh.v1.MovedRowsH\x00\x12\x1d\n\x03\x62ye\x18\x07 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\"\x10\n\x0eGetLoadRequest\"\xa4\x01\n\x0cGetLoadReply\x12*\n\x06status\x18\x01 \x01(\x0b\x32\x1a.v4mesh.v1.SchedulerStatus\x12\x37\n\x08\x63ounters\x18\x02 \x03(\x0b\x32%.v4mesh.v1.GetLoadReply.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x06:\x02\x38\x01\"\x0e\n\x0c\x44rainRequest\"\x0c\n\nDrainReply\"\x13\n\x11\x46lushCacheRequest\".\n\x0f\x46lushCacheReply\x12\r\n\x05pages\x18\x01 \x01(\r\x12\x0c\n\x04open\x18\x02 \x01(\r\"3\n\x0e\x45xplainRequest\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x11\n\tpage_keys\x18\x02 \x01(\x0c\"\xe9\x01\n\x0b\x45xplanation\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\r\n\x05\x61sked\x18\x03 \x01(\r\x12\x0f\n\x07present\x18\x04 \x01(\r\x12\x10\n\x08servable\x18\x05 \x01(\r\x12\x0b\n\x03why\x18\x06 \x01(\t\x12\x15\n\rfirst_missing\x18\x07 \x01(\x11\x12\x13\n\x0bmissing_key\x18\x08 \x01(\x0c\x12\x17\n\x0fmissing_classes\x18\t \x03(\t\x12\x0c\n\x04tier\x18\n \x01(\t\x12\x0c\n\x04idle\x18\x0b \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x0c \x01(\t\x12\r\n\x05start\x18\r \x01(\r\"5\n\x0c\x45xplainReply\x12%\n\x05ranks\x18\x01 \x03(\x0b\x32\x16.v4mesh.v1.Explanation*\xb9\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x0c\n\x08\x41\x43\x43\x45PTED\x10\x01\x12\x10\n\x0cSTALE_ATTACH\x10\x02\x12\x0e\n\nSUPERSEDED\x10\x03\x12\r\n\tCANCELLED\x10\x04\x12\x0e\n\nQUEUE_FULL\x10\x05\x12\x0e\n\nNEVER_FITS\x10\x06\x12\r\n\tNO_WORKER\x10\x07\x12\x0c\n\x08\x44RAINING\x10\x08\x12\x0b\n\x07INVALID\x10\t\x12\x0c\n\x08POISONED\x10\n2\xc9\x03\n\tScheduler\x12:\n\x06Submit\x12\x18.v4mesh.v1.SubmitRequest\x1a\x16.v4mesh.v1.SubmitReply\x12\x41\n\rAttachGateway\x12\x14.v4mesh.v1.GatewayUp\x1a\x16.v4mesh.v1.GatewayDown(\x01\x30\x01\x12>\n\x0c\x41ttachWorker\x12\x13.v4mesh.v1.WorkerUp\x1a\x15.v4mesh.v1.WorkerDown(\x01\x30\x01\x12=\n\x07GetLoad\x12\x19.v4mesh.v1.GetLoadRequest\x1a\x17.v4mesh.v1.GetLoadReply\x12\x37\n\x05\x44rain\x12\x17.v4mesh.v1.DrainRequest\x1a\x15.v4mesh.v1.DrainReply\x12\x46\n\nFlushCache\x12\x1c.v4mesh.v1.FlushCacheRequest\x1a\x1a.v4mesh.v1.FlushCacheReply\x12=\n\x07\x45xplain\x12\x19.v4mesh.v1.ExplainRequest\x1a\x17.v4mesh.v1.ExplainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,44 +35,54 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETLOADREPLY_COUNTERSENTRY']._loaded_options = None
   _globals['_GETLOADREPLY_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_VERDICT']._serialized_start=2148
-  _globals['_VERDICT']._serialized_end=2333
+  _globals['_VERDICT']._serialized_start=2580
+  _globals['_VERDICT']._serialized_end=2765
   _globals['_SUBMITCHOICE']._serialized_start=88
   _globals['_SUBMITCHOICE']._serialized_end=165
   _globals['_SUBMITREQUEST']._serialized_start=168
-  _globals['_SUBMITREQUEST']._serialized_end=476
-  _globals['_SUBMITREPLY']._serialized_start=478
-  _globals['_SUBMITREPLY']._serialized_end=569
-  _globals['_GATEWAYHELLO']._serialized_start=571
-  _globals['_GATEWAYHELLO']._serialized_end=647
-  _globals['_CANCELROWS']._serialized_start=649
-  _globals['_CANCELROWS']._serialized_end=693
-  _globals['_STOPROWS']._serialized_start=695
-  _globals['_STOPROWS']._serialized_end=752
-  _globals['_GATEWAYUP']._serialized_start=755
-  _globals['_GATEWAYUP']._serialized_end=988
-  _globals['_GATEWAYHELLOACK']._serialized_start=990
-  _globals['_GATEWAYHELLOACK']._serialized_end=1036
-  _globals['_SCHEDULERSTATUS']._serialized_start=1039
-  _globals['_SCHEDULERSTATUS']._serialized_end=1304
-  _globals['_TOKENFRAME']._serialized_start=1307
-  _globals['_TOKENFRAME']._serialized_end=1519
-  _globals['_ROWERROR']._serialized_start=1521
-  _globals['_ROWERROR']._serialized_end=1577
-  _globals['_MOVEDROWS']._serialized_start=1579
-  _globals['_MOVEDROWS']._serialized_end=1637
-  _globals['_GATEWAYDOWN']._serialized_start=1640
-  _globals['_GATEWAYDOWN']._serialized_end=1930
-  _globals['_GETLOADREQUEST']._serialized_start=1932
-  _globals['_GETLOADREQUEST']._serialized_end=1948
-  _globals['_GETLOADREPLY']._serialized_start=1951
-  _globals['_GETLOADREPLY']._serialized_end=2115
-  _globals['_GETLOADREPLY_COUNTERSENTRY']._serialized_start=2068
-  _globals['_GETLOADREPLY_COUNTERSENTRY']._serialized_end=2115
-  _globals['_DRAINREQUEST']._serialized_start=2117
-  _globals['_DRAINREQUEST']._serialized_end=2131
-  _globals['_DRAINREPLY']._serialized_start=2133
-  _globals['_DRAINREPLY']._serialized_end=2145
-  _globals['_SCHEDULER']._serialized_start=2336
-  _globals['_SCHEDULER']._serialized_end=2658
+  _globals['_SUBMITREQUEST']._serialized_end=495
+  _globals['_SUBMITREPLY']._serialized_start=497
+  _globals['_SUBMITREPLY']._serialized_end=588
+  _globals['_GATEWAYHELLO']._serialized_start=590
+  _globals['_GATEWAYHELLO']._serialized_end=666
+  _globals['_CANCELROWS']._serialized_start=668
+  _globals['_CANCELROWS']._serialized_end=712
+  _globals['_STOPROWS']._serialized_start=714
+  _globals['_STOPROWS']._serialized_end=771
+  _globals['_GATEWAYUP']._serialized_start=774
+  _globals['_GATEWAYUP']._serialized_end=1007
+  _globals['_GATEWAYHELLOACK']._serialized_start=1009
+  _globals['_GATEWAYHELLOACK']._serialized_end=1055
+  _globals['_SCHEDULERSTATUS']._serialized_start=1058
+  _globals['_SCHEDULERSTATUS']._serialized_end=1323
+  _globals['_TOKENFRAME']._serialized_start=1326
+  _globals['_TOKENFRAME']._serialized_end=1538
+  _globals['_ROWERROR']._serialized_start=1540
+  _globals['_ROWERROR']._serialized_end=1596
+  _globals['_MOVEDROWS']._serialized_start=1598
+  _globals['_MOVEDROWS']._serialized_end=1656
+  _globals['_GATEWAYDOWN']._serialized_start=1659
+  _globals['_GATEWAYDOWN']._serialized_end=1949
+  _globals['_GETLOADREQUEST']._serialized_start=1951
+  _globals['_GETLOADREQUEST']._serialized_end=1967
+  _globals['_GETLOADREPLY']._serialized_start=1970
+  _globals['_GETLOADREPLY']._serialized_end=2134
+  _globals['_GETLOADREPLY_COUNTERSENTRY']._serialized_start=2087
+  _globals['_GETLOADREPLY_COUNTERSENTRY']._serialized_end=2134
+  _globals['_DRAINREQUEST']._serialized_start=2136
+  _globals['_DRAINREQUEST']._serialized_end=2150
+  _globals['_DRAINREPLY']._serialized_start=2152
+  _globals['_DRAINREPLY']._serialized_end=2164
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=2166
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=2185
+  _globals['_FLUSHCACHEREPLY']._serialized_start=2187
+  _globals['_FLUSHCACHEREPLY']._serialized_end=2233
+  _globals['_EXPLAINREQUEST']._serialized_start=2235
+  _globals['_EXPLAINREQUEST']._serialized_end=2286
+  _globals['_EXPLANATION']._serialized_start=2289
+  _globals['_EXPLANATION']._serialized_end=2522
+  _globals['_EXPLAINREPLY']._serialized_start=2524
+  _globals['_EXPLAINREPLY']._serialized_end=2577
+  _globals['_SCHEDULER']._serialized_start=2768
+  _globals['_SCHEDULER']._serialized_end=3225
 # @@protoc_insertion_point(module_scope)

@@ -113,6 +113,7 @@ class SubmitRequest(_message.Message):
     PAGE_KEYS_FIELD_NUMBER: _builtins.int
     KILL_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
     """of the gateway's stream: an old one is refused"""
     request_id: _builtins.bytes
@@ -134,6 +135,8 @@ class SubmitRequest(_message.Message):
     """worker crashes this request was running at"""
     traceparent: _builtins.str
     """W3C, empty when unsampled"""
+    namespace: _builtins.bytes
+    """32 bytes that keyed page_keys (tenant, salt, model, KV layout); empty: the scheduler's"""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitChoice]: ...
     @_builtins.property
@@ -154,10 +157,11 @@ class SubmitRequest(_message.Message):
         page_keys: _builtins.bytes = ...,
         kill_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        namespace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attempt", b"attempt", "choices", b"choices", "kill_count", b"kill_count", "page_keys", b"page_keys", "params", b"params", "priority", b"priority", "prompt", b"prompt", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "seed", b"seed", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attempt", b"attempt", "choices", b"choices", "kill_count", b"kill_count", "namespace", b"namespace", "page_keys", b"page_keys", "params", b"params", "priority", b"priority", "prompt", b"prompt", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "seed", b"seed", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,3 +649,153 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class FlushCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheRequest: _TypeAlias = FlushCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushCacheReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGES_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    pages: _builtins.int
+    """given back"""
+    open: _builtins.int
+    """requests that are open: nothing was done"""
+    def __init__(
+        self,
+        *,
+        pages: _builtins.int = ...,
+        open: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open", b"open", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheReply: _TypeAlias = FlushCacheReply  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PAGE_KEYS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """of the prompt: its last token at least is always computed"""
+    page_keys: _builtins.bytes
+    """16 bytes per full prompt page"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        page_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_keys", b"page_keys", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """What one rank has of a prompt. Counts in pages."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    ASKED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    SERVABLE_FIELD_NUMBER: _builtins.int
+    WHY_FIELD_NUMBER: _builtins.int
+    FIRST_MISSING_FIELD_NUMBER: _builtins.int
+    MISSING_KEY_FIELD_NUMBER: _builtins.int
+    MISSING_CLASSES_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    rank: _builtins.int
+    asked: _builtins.int
+    """full pages that could be served"""
+    present: _builtins.int
+    """leading pages whose KV is there"""
+    servable: _builtins.int
+    """... up to the last tail, from which a prefill can go on"""
+    why: _builtins.str
+    """hit, unknown, page_missing, page_evicted, class_missing, lower_tier, no_tail, tail_evicted"""
+    first_missing: _builtins.int
+    """index of the first page that is not there, -1 if none"""
+    missing_key: _builtins.bytes
+    tier: _builtins.str
+    """where what is missing could be loaded from: "", L2 or L3"""
+    idle: _builtins.int
+    """pages there that nobody refers to"""
+    action: _builtins.str
+    """how a prefill would start now: nothing, tail, load or replay"""
+    start: _builtins.int
+    """first token it would compute"""
+    @_builtins.property
+    def missing_classes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        asked: _builtins.int = ...,
+        present: _builtins.int = ...,
+        servable: _builtins.int = ...,
+        why: _builtins.str = ...,
+        first_missing: _builtins.int = ...,
+        missing_key: _builtins.bytes = ...,
+        missing_classes: _abc.Iterable[_builtins.str] | None = ...,
+        tier: _builtins.str = ...,
+        idle: _builtins.int = ...,
+        action: _builtins.str = ...,
+        start: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "asked", b"asked", "first_missing", b"first_missing", "group", b"group", "idle", b"idle", "missing_classes", b"missing_classes", "missing_key", b"missing_key", "present", b"present", "rank", b"rank", "servable", b"servable", "start", b"start", "tier", b"tier", "why", b"why"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class ExplainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Explanation]: ...
+    def __init__(
+        self,
+        *,
+        ranks: _abc.Iterable[Global___Explanation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015

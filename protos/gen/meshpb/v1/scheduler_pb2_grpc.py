@@ -61,6 +61,16 @@ class SchedulerStub:
                 request_serializer=meshpb_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
                 response_deserializer=meshpb_dot_v1_dot_scheduler__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/v4mesh.v1.Scheduler/FlushCache',
+                request_serializer=meshpb_dot_v1_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=meshpb_dot_v1_dot_scheduler__pb2.FlushCacheReply.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/v4mesh.v1.Scheduler/Explain',
+                request_serializer=meshpb_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=meshpb_dot_v1_dot_scheduler__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -100,6 +110,20 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushCache(self, request, context):
+        """Empties the prefix cache, unless requests are open.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why a prompt would be served from the prefix cache as far as it would, and no further; per attention-DP rank.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +151,16 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=meshpb_dot_v1_dot_scheduler__pb2.DrainRequest.FromString,
                     response_serializer=meshpb_dot_v1_dot_scheduler__pb2.DrainReply.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=meshpb_dot_v1_dot_scheduler__pb2.FlushCacheRequest.FromString,
+                    response_serializer=meshpb_dot_v1_dot_scheduler__pb2.FlushCacheReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=meshpb_dot_v1_dot_scheduler__pb2.ExplainRequest.FromString,
+                    response_serializer=meshpb_dot_v1_dot_scheduler__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -265,6 +299,60 @@ class Scheduler:
             '/v4mesh.v1.Scheduler/Drain',
             meshpb_dot_v1_dot_scheduler__pb2.DrainRequest.SerializeToString,
             meshpb_dot_v1_dot_scheduler__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/v4mesh.v1.Scheduler/FlushCache',
+            meshpb_dot_v1_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
+            meshpb_dot_v1_dot_scheduler__pb2.FlushCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/v4mesh.v1.Scheduler/Explain',
+            meshpb_dot_v1_dot_scheduler__pb2.ExplainRequest.SerializeToString,
+            meshpb_dot_v1_dot_scheduler__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,6 +42,10 @@ class SchedulerStub:
     """One per worker group, for life. Rank 0 dials and sends Hello, then Dump once HelloAck has come."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadReply]
     Drain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainReply]
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheReply]
+    """Empties the prefix cache, unless requests are open."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]
+    """Why a prompt would be served from the prefix cache as far as it would, and no further; per attention-DP rank."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -56,6 +60,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """One per worker group, for life. Rank 0 dials and sends Hello, then Dump once HelloAck has come."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadReply]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainReply]  # type: ignore[assignment]
+    FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheReply]  # type: ignore[assignment]
+    """Empties the prefix cache, unless requests are open."""
+    Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]  # type: ignore[assignment]
+    """Why a prompt would be served from the prefix cache as far as it would, and no further; per attention-DP rank."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """One process per model instance. Gateways submit requests and read tokens; workers execute step frames."""
@@ -97,5 +105,21 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.DrainReply, _abc.Awaitable[_scheduler_pb2.DrainReply]]: ...
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _scheduler_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.FlushCacheReply, _abc.Awaitable[_scheduler_pb2.FlushCacheReply]]:
+        """Empties the prefix cache, unless requests are open."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _scheduler_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.ExplainReply, _abc.Awaitable[_scheduler_pb2.ExplainReply]]:
+        """Why a prompt would be served from the prefix cache as far as it would, and no further; per attention-DP rank."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

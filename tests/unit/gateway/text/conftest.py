@@ -1,5 +1,6 @@
 """Both tokenizers, ours and the reference, for DeepSeek-V4's real vocabulary and the default model's small one."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import tokenizers
 
 from gateway.text.tokenizer import Tokenizer
 
-NANO = Path(__file__).parents[4] / "meshkit" / "models" / "v4-nano-trial"
+NANO = Path(__file__).parents[4] / "meshkit" / "models" / "v4-nano"
 
 
 def _v4_folder() -> Path:
@@ -35,6 +36,23 @@ def v4() -> Tokenizer:
 @pytest.fixture(scope="session")
 def nano() -> Tokenizer:
     return Tokenizer.load(NANO)
+
+
+SMALL = 2000
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory) -> Tokenizer:
+    """The default model's vocabulary with holes: ids below 2,000 only, and of the markers only the first eight."""
+    data = json.loads((NANO / "tokenizer.json").read_text())
+    data["added_tokens"] = data["added_tokens"][:8]
+    markers = range(8, 66)
+    vocab = {token: i for token, i in data["model"]["vocab"].items() if i < SMALL and i not in markers}
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in data["model"]["merges"]]
+    data["model"] |= {"vocab": vocab, "merges": [pair for pair in merges if {*pair, "".join(pair)} <= vocab.keys()]}
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="session", params=["v4", "nano"])

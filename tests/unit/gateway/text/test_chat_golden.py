@@ -229,16 +229,16 @@ def test_no_user_controlled_text_becomes_a_marker(v4):
     assert conversation(evil) == conversation("harmless")
 
 
-def test_a_vocabulary_without_a_needed_marker_says_which(nano):
-    assert encode(nano, HI).ids[:2] == [0, nano.id_of("<｜User｜>")]
+def test_a_vocabulary_without_a_needed_marker_says_which(small):
+    assert encode(small, HI).ids[:2] == [0, small.id_of("<｜User｜>")]
     with pytest.raises(MissingMarkerError, match="latest_reminder") as error:
-        encode(nano, [*HI, {"role": "latest_reminder", "content": "x"}])
+        encode(small, [*HI, {"role": "latest_reminder", "content": "x"}])
     assert error.value.param == "messages"
     with pytest.raises(MissingMarkerError) as error:
-        encode(nano, HI, task="query")
+        encode(small, HI, task="query")
     assert error.value.param == "task"
     with pytest.raises(MissingMarkerError, match="suffix"):
-        encode_fim(nano, "a", "b")
+        encode_fim(small, "a", "b")
 
 
 def test_limit_counts_markers_and_text(v4):

@@ -93,10 +93,11 @@ def test_real_file_is_deepseek_v4s(v4, v4_folder):
     assert 0 in v4.special_ids and 128822 not in v4.special_ids
 
 
-def test_small_vocabulary_has_holes_above(nano):
-    assert nano.vocab_size == 1437
-    assert nano.token_bytes(4000) == b"" and nano.token_text(4000) == ""
-    assert nano.decode([4000, -1]) == ""
+def test_small_vocabulary_has_holes(small):
+    assert small.vocab_size == 2000
+    for hole in (40, 4000):
+        assert small.token_bytes(hole) == b"" and small.token_text(hole) == ""
+    assert small.decode([40, 4000, -1]) == ""
 
 
 def test_token_text_spells_partial_characters_byte_by_byte(v4):

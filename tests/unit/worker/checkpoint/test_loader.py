@@ -16,7 +16,7 @@ from worker_svc.checkpoint.loader import Fp4Weight, Fp8Weight, load_checkpoint
 
 from .conftest import Header, micro_config
 
-NANO = Path(meshkit.__file__).parent / "models" / "v4-nano-trial"
+NANO = Path(meshkit.__file__).parent / "models" / "v4-nano"
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

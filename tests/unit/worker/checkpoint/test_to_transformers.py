@@ -10,7 +10,7 @@ from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.to_transformers import transformers_config, transformers_state_dict
 
 transformers = pytest.importorskip("transformers")
-NANO = Path(meshkit.__file__).parent / "models" / "v4-nano-trial"
+NANO = Path(meshkit.__file__).parent / "models" / "v4-nano"
 
 
 @pytest.mark.parametrize("model", ["micro", "nano"])
@@ -23,6 +23,6 @@ def test_every_name_is_known_there(model, whole):
     ours = transformers_state_dict(checkpoint)
     assert {name: tensor.shape for name, tensor in ours.items()} == {name: t.shape for name, t in theirs.items()}
     yarn = config.rope_parameters["compress"]
-    assert yarn["rope_type"] == ("yarn" if model == "micro" else "default")
+    assert yarn["rope_type"] == "yarn"
     assert yarn.get("attention_factor", 1.0) == 1.0
     assert config.rope_parameters["main"]["rope_type"] == "default"

@@ -1,0 +1,198 @@
+"""How long a step takes, learnt from the worker's own timings: t(decode rows, prefill tokens, context).
+
+A sum of non-negative terms: a constant, hinges min(tokens, knot) that bend as experts and kernels saturate, rows, the
+rows' context, and each chunk's tokens times its context. Steps of like shape are averaged in one bucket, so that an
+hour of decode steps does not make it forget what a chunk costs; the terms are fitted to the buckets by relative error.
+It answers the watchdog's deadline, the forecast of admission and how many prefill tokens fit a time. Not here: clocks,
+and what to do with the answers (policy, forecast).
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+KNOTS = (8, 32, 128, 512)
+TERMS = len(KNOTS) + 5
+_ORDER = (*range(len(KNOTS) + 1, -1, -1), *range(len(KNOTS) + 2, TERMS))
+_EACH = 0.05  # weight of a new step in its bucket once that has twenty
+_OUTLIER = 3.0  # a step this many times longer or shorter than its like counts as just so many times
+_GROWTH = 4  # a chunk may be so many times the largest one timed: the model is not trusted far beyond what it saw
+_FIRST = 256  # tokens of the first chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a step consists of. `chunk_work`: sum over chunks of tokens times mean context."""
+
+    rows: int = 0
+    row_context: int = 0
+    chunk_tokens: int = 0
+    chunk_work: int = 0
+
+    def with_chunk(self, tokens: int) -> "Shape":
+        """The same rows beside so many prefill tokens at no context."""
+        return Shape(self.rows, self.row_context, tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Mean of like steps."""
+
+    terms: list[float]
+    took: float
+    n: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class CostModel:
+    """One worker group's step times, in nanoseconds. Deterministic: the same steps give the same answers."""
+
+    steps: int = 0
+    decode_steps: int = 0  # without a chunk
+    chunk_steps: int = 0
+    largest_chunk: int = 0
+    error: float = 0.0  # mean relative error of recent predictions
+    last: Shape = field(default_factory=Shape)
+    _buckets: dict[tuple[int, int, int], _Bucket] = field(default_factory=dict)
+    _coef: list[float] = field(default_factory=lambda: [0.0] * TERMS)
+    _stale: int = 0
+
+    # ---- learning ----
+
+    def observe(self, shape: Shape, took_ns: int) -> None:
+        """Learn from one step. The caller leaves out steps that compiled something or failed."""
+        tokens = shape.rows + shape.chunk_tokens
+        if tokens <= 0 or took_ns <= 0:
+            return
+        if self.steps > TERMS:
+            off = min(1.0, abs(self.predict(shape) - took_ns) / took_ns)
+            self.error += 0.05 * (off - self.error)
+        self.steps += 1
+        self.last = shape
+        if shape.chunk_tokens:
+            self.chunk_steps += 1
+            self.largest_chunk = max(self.largest_chunk, shape.chunk_tokens)
+        else:
+            self.decode_steps += 1
+        key = (
+            shape.rows.bit_length(),
+            shape.chunk_tokens.bit_length(),
+            (shape.row_context + shape.chunk_work).bit_length() // 2,
+        )
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            self._buckets[key] = _Bucket(_terms(shape), float(took_ns))
+            self._fit()
+            return
+        bucket.n += 1
+        weight = max(_EACH, 1 / bucket.n)
+        took = float(took_ns)
+        if bucket.n > 3:
+            took = min(max(took, bucket.took / _OUTLIER), bucket.took * _OUTLIER)
+        elif took < bucket.took:
+            bucket.took = took  # the first of a kind pay for warming up
+        bucket.took += weight * (took - bucket.took)
+        for i, term in enumerate(_terms(shape)):
+            bucket.terms[i] += weight * (term - bucket.terms[i])
+        self._stale += 1
+        if self._stale >= 32 or self.steps < 32:
+            self._fit()
+
+    def _fit(self) -> None:
+        """Non-negative least squares on the buckets, each divided by its time, from the last solution on."""
+        self._stale = 0
+        buckets = list(self._buckets.values())
+        # Until little and much were timed, half of the shortest step counts as what any step costs.
+        buckets.append(_Bucket([1.0] + [0.0] * (TERMS - 1), 0.5 * min(b.took for b in buckets)))
+        x: npt.NDArray[np.float64] = np.array([b.terms for b in buckets])
+        took = np.array([b.took for b in buckets])
+        weight = np.sqrt(np.minimum([b.n for b in buckets], 16)) / took
+        x = x * weight[:, None]
+        scale = np.sqrt((x * x).sum(axis=0)) + 1e-30
+        x = x / scale
+        gram = x.T @ x
+        gram[np.diag_indices(TERMS)] += 1e-6
+        self._coef = _solve(
+            gram.tolist(), (x.T @ (took * weight)).tolist(), [c * s for c, s in zip(self._coef, scale, strict=True)]
+        )
+        self._coef = [float(c / s) for c, s in zip(self._coef, scale, strict=True)]
+
+    # ---- answers ----
+
+    def predict(self, shape: Shape) -> float:
+        """Time of such a step; 0 while nothing is known."""
+        return sum(c * t for c, t in zip(self._coef, _terms(shape), strict=True))
+
+    def alone(self, rows: int, row_context: int) -> float:
+        """Time of a step of decode rows only."""
+        return self.predict(Shape(rows, row_context))
+
+    @property
+    def fixed(self) -> float:
+        """What a step with a large chunk takes beside its tokens: reading the weights, mostly."""
+        if not self.chunk_steps:
+            return 0.0
+        return self._coef[0] + sum(c * knot for c, knot in zip(self._coef[1:], KNOTS, strict=False))
+
+    @property
+    def token_ns(self) -> float:
+        """What a prefill token costs in a chunk of some hundred; 0 while no chunk was timed."""
+        return self.predict(Shape(chunk_tokens=KNOTS[-1])) / KNOTS[-1] if self.chunk_steps else 0.0
+
+    @property
+    def context_weight(self) -> float:
+        """What one token of context adds to a chunk token's cost, in chunk tokens."""
+        per_token = self.predict(Shape(chunk_tokens=2 * KNOTS[-1])) - self.predict(Shape(chunk_tokens=KNOTS[-1]))
+        return self._coef[-1] * KNOTS[-1] / per_token if per_token > 0 else 0.0
+
+    @property
+    def most_chunk(self) -> int:
+        """Tokens of the largest chunk that predictions are trusted for."""
+        return _GROWTH * max(self.largest_chunk, _FIRST // _GROWTH)
+
+    def chunk_for(self, rows: int, row_context: int, target_ns: float, most: int) -> int:
+        """The most prefill tokens (at no context) with which the step is predicted to take at most `target_ns`."""
+        if self.predict(Shape(rows, row_context, most)) <= target_ns:
+            return most
+        low, high = 0, most  # low fits, high does not
+        while high - low > max(1, low // 64):
+            middle = (low + high) // 2
+            if self.predict(Shape(rows, row_context, middle)) <= target_ns:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def deadline_ns(self, shape: Shape, *, least_ns: int, factor: int, warm_steps: int, warm_ns: int) -> int:
+        """How long such a step may run: a multiple of the prediction, generous until like steps were timed."""
+        if (self.chunk_steps if shape.chunk_tokens else self.decode_steps) < warm_steps:
+            return warm_ns
+        return max(least_ns, int(factor * self.predict(shape)))
+
+
+def _terms(shape: Shape) -> list[float]:
+    tokens = shape.rows + shape.chunk_tokens
+    return [
+        1.0,
+        *(float(min(tokens, knot)) for knot in KNOTS),
+        float(tokens),
+        float(shape.rows),
+        float(shape.row_context),
+        float(shape.chunk_work),
+    ]
+
+
+def _solve(gram: list[list[float]], rhs: list[float], start: list[float], sweeps: int = 60) -> list[float]:
+    """argmin over c >= 0 of c'Gc/2 - c'r by coordinate descent, which explains by tokens what it can."""
+    c = list(start)
+    for _ in range(sweeps):
+        moved = 0.0
+        for i in _ORDER:
+            row = gram[i]
+            new = max(0.0, c[i] + (rhs[i] - sum(g * v for g, v in zip(row, c, strict=True))) / row[i])
+            moved = max(moved, abs(new - c[i]))
+            c[i] = new
+        if moved <= 1e-9 * max(c):
+            break
+    return c

@@ -1,0 +1,202 @@
+"""The simulated backend: its times are the roofline's, its tokens follow from the context alone, it needs no torch."""
+
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshkit.config import FieldError
+from meshkit.errors import MemoryShort
+from meshkit.models import DEFAULT_MODEL
+from meshkit.types import ModelInfo, SamplingParams
+from worker_svc.config import WorkerConfig
+from worker_svc.core.work import CopyWork, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.sim.cost import FlashOnH200, Load
+from worker_svc.sim.executor import SimExecutor, Waiting
+from worker_svc.sim.loading import load, plain_ids, pool_sizes
+from worker_svc.sim.state import SlotArrays
+
+EOS = 1
+INFO = ModelInfo(name="s", revision="r", vocab_size=500, max_context=9999, eos_ids=(EOS,), kv_layout_id="k")
+PAGES = range(10)
+
+
+def device(**options):
+    waiting = Waiting(**{key: options.pop(key) for key in ("spin", "threaded") if key in options})
+    cost = FlashOnH200(step_ms=options.pop("step_ms", 0.001))
+    return SimExecutor(INFO, SlotArrays(6, 4, range(3, 500), EOS, **options), cost, waiting)
+
+
+def init(slot=0, start=0, n_emitted=0, choice=0, seed=5, **params):
+    params = SamplingParams(**{"max_tokens": 1000, **params})
+    stops = frozenset(params.stop_ids if params.ignore_eos else (*params.stop_ids, EOS))
+    return SlotInit(slot=slot, params=params, seed=seed, choice=choice, n_emitted=n_emitted, start=start, stops=stops)
+
+
+def step(executor, *rows, **work):
+    return [row.tokens for row in executor.collect(executor.launch(StepWork(rows=rows, **work))).rows]
+
+
+def chunk(ids, slot=0, start=0, **fields):
+    return RowWork(slot=slot, start=start, ids=tuple(ids), pages=PAGES, **fields)
+
+
+def decode(executor, count, slot=0, spare=-1):
+    tokens = []
+    for _ in range(count):
+        (drawn,) = step(executor, RowWork(slot=slot, pages=PAGES, spare=spare))
+        tokens += drawn
+    return tokens
+
+
+def answer(ids, count, **params):
+    executor = device()
+    (first,) = step(executor, chunk(ids), inits=(init(**params),))
+    return [*first, *decode(executor, count - 1)]
+
+
+def prompt(length):
+    return [3 + at * 7 % 400 for at in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("load", "ms"),
+    [
+        (Load(1, 4096), 2.62),
+        (Load(64, 64 * 4096), 29.1),
+        (Load(256, 256 * 4096), 39.1),
+        (Load(256, 256 * 65536), 42.1),
+        (Load(chunk_tokens=4096, chunk_context=4096 * 2048), 104),
+        (Load(chunk_tokens=16384, chunk_context=16384 * 8192), 425),
+    ],
+)
+def test_times_are_those_of_the_roofline(load, ms):
+    assert FlashOnH200().floor_s(load) * 1e3 == pytest.approx(ms, rel=0.02)
+    assert FlashOnH200(efficiency=0.5, gpus=4).step_ns(load) == pytest.approx(ms * 1e6 / 2, rel=0.02)
+    assert FlashOnH200(efficiency=1.0).scaled(3).step_ns(load) == pytest.approx(ms * 3e6, rel=0.02)
+
+
+def test_an_answer_follows_from_context_seed_choice_and_position():
+    wanted = answer(prompt(40), 30)
+    assert len(set(wanted)) > 20
+    assert answer(prompt(40), 30) == wanted
+    others = [answer(prompt(41), 30), answer(prompt(40), 30, seed=6), answer(prompt(40), 30, choice=1)]
+    others.append(answer(prompt(40), 30, n_emitted=1))
+    assert all(sum(a == b for a, b in zip(wanted, other, strict=True)) < 5 for other in others)
+
+
+@pytest.mark.parametrize("cuts", [(7,), (1, 2, 300), (256,), (31, 33, 299)])
+def test_chunks_and_resumed_ids_lead_to_the_same_answer(cuts):
+    ids = prompt(301)
+    wanted = answer(ids, 12)
+    executor = device()
+    bounds = [0, *cuts, 301]
+    for start, end in itertools.pairwise(bounds):
+        inits = (init(),) if not start else ()
+        (first,) = step(executor, chunk(ids[start:end], start=start, sample_last=int(end == 301)), inits=inits)
+    assert [*first, *decode(executor, 11)] == wanted
+    resumed = device()
+    (again,) = step(resumed, chunk([*ids, *wanted[:5]]), inits=(init(n_emitted=5),))
+    assert [*again, *decode(resumed, 6)] == wanted[5:]
+
+
+def test_forks_tails_and_replays_continue_the_same_answer():
+    ids = prompt(300)
+    wanted = answer(ids, 20)
+    executor = device()
+    step(executor, chunk(ids[:-1], sample_last=0), inits=(init(),), saves=(TailWork(0, 256, 2),))
+    copied = step(
+        executor, chunk(ids[-1:], slot=1, start=299), inits=(init(slot=1, start=299),), copies=(CopyWork(0, 1, 1, 2),)
+    )
+    assert [*copied[0], *decode(executor, 19, slot=1)] == wanted
+    from_tail = step(
+        executor,
+        chunk(ids[256:], slot=2, start=256),
+        inits=(init(slot=2, start=256),),
+        tail_loads=(TailWork(2, 256, 2),),
+    )
+    assert [*from_tail[0], *decode(executor, 19, slot=2)] == wanted
+    replay = chunk(ids[100:], slot=3, start=100, write_from=256, fresh_from=100)
+    (first,) = step(executor, replay, inits=(init(slot=3, start=100),))
+    assert [*first, *decode(executor, 19, slot=3)] == wanted
+
+
+def test_a_spare_holds_the_last_boundary_that_decode_crossed():
+    ids = prompt(250)
+    executor = device()
+    (first,) = step(executor, chunk(ids), inits=(init(),))
+    drawn = [*first, *decode(executor, 20, spare=3)]
+    (again,) = step(
+        executor,
+        chunk([*ids, *drawn][256:260], slot=1, start=256),
+        inits=(init(slot=1, start=256, n_emitted=10),),
+        tail_loads=(TailWork(1, 256, 3),),
+    )
+    assert again[0] == drawn[10]
+
+
+def test_ends_are_found_on_the_device():
+    wanted = answer(prompt(10), 30)
+    at = next(i for i in range(5, 30) if wanted[i] not in wanted[:i])
+    executor = device()
+    (first,) = step(executor, chunk(prompt(10)), inits=(init(stop_ids=(wanted[at],)),))
+    assert [*first, *decode(executor, 29)] == wanted[: at + 1]
+    assert len(answer(prompt(10), 30, max_tokens=4)) == 4
+    executor = device(end_chance=0.2)
+    ends = []
+    for seed in range(40):
+        (first,) = step(executor, chunk(prompt(10)), inits=(init(seed=seed, min_tokens=3),))
+        ends.append([*first, *decode(executor, 60)])
+    assert all(drawn[-1] == EOS and EOS not in drawn[:-1] and len(drawn) >= 3 for drawn in ends)
+    assert 3 < sum(map(len, ends)) / 40 < 12
+    (first,) = step(executor, chunk(prompt(10)), inits=(init(ignore_eos=True),))
+    assert len(decode(executor, 60)) == 60
+
+
+def test_rows_that_asked_get_logprobs_of_the_right_shape():
+    executor = device()
+    outcome = executor.collect(
+        executor.launch(StepWork(rows=(chunk([5]), chunk([6], slot=1)), inits=(init(top_logprobs=2), init(slot=1))))
+    )
+    asked, other = outcome.rows
+    assert asked.logprobs[0].ids[0] == asked.tokens[0] and len(asked.logprobs[0].values) == 3 and not other.logprobs
+
+
+@pytest.mark.parametrize("spin", [False, True])
+def test_steps_take_their_time_one_behind_the_other(spin):
+    executor = device(step_ms=4.0, spin=spin)
+    began = time.monotonic_ns()
+    handles = [executor.launch(StepWork(rows=(chunk([5]),), inits=(init(),))) for _ in range(3)]
+    outcomes = [executor.collect(handle) for handle in handles]
+    assert time.monotonic_ns() - began >= 12_000_000
+    assert [b.t_start_ns - a.t_end_ns for a, b in itertools.pairwise(outcomes)] == [0, 0]
+    assert all(outcome.t_end_ns - outcome.t_start_ns == 4_000_000 for outcome in outcomes)
+
+
+def test_pools_follow_from_memory_and_are_refused_when_too_small():
+    pools = pool_sizes(WorkerConfig(backend="sim"))
+    assert (pools.slots, pools.tails) == (256, 1024) and 55_000 < pools.pages < 65_000
+    assert pool_sizes(WorkerConfig(slots=8, pages=64, tails=9)).pages == 64
+    with pytest.raises(MemoryShort, match="8 slots and 32 tails"):
+        pool_sizes(WorkerConfig(slots=8, kv_memory=1 << 20))
+
+
+@pytest.mark.parametrize("field", [{"sim_efficiency": 0.0}, {"sim_gpus": 0}, {"sim_step_ms": -1.0}, {"slots": -1}])
+def test_bad_numbers_are_refused(field):
+    with pytest.raises(FieldError):
+        WorkerConfig(**field)
+
+
+def test_it_speaks_the_model_folders_vocabulary_and_loads_no_torch():
+    loaded = load(WorkerConfig(backend="sim"))
+    vocab = loaded.info.vocab_size
+    assert loaded.info.max_context == 1 << 20
+    assert 0 not in plain_ids(DEFAULT_MODEL, vocab) and 1000 < len(plain_ids(DEFAULT_MODEL, vocab)) < vocab
+    code = "import sys, worker_svc.sim.loading, worker_svc.servicer; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[3]
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    )
