@@ -38,11 +38,8 @@ $(VENV)/.setup-dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: setup ## Start a mesh, stream one answer, stop, say how to go on
 	@$(BIN)/v4mesh demo
 
-test: setup-dev ## The CI lane: static checks, simulation, tests
-	@begin=$$(date +%s); \
-	$(MAKE) --no-print-directory -j2 --output-sync=target static sim && \
-	echo "static and sim together: $$(($$(date +%s) - begin)) s; pytest's last line has its own" && \
-	$(MAKE) --no-print-directory pytest
+test: static ## The CI lane: static checks, then simulation and tests side by side
+	@tools/lane.sh $(BIN) $(SEEDS)
 
 static: setup-dev ## lint, types, imports, protos-check
 	$(call timed,$(MAKE) --no-print-directory lint types imports protos-check)

@@ -43,6 +43,17 @@ def finish(executor, sequence):
     return sequence.drawn
 
 
+@pytest.mark.parametrize("count", [1, 128, 129, 257])
+def test_any_prompt_length_is_served_in_both_modes(tiny_folder, executor, count):
+    """The last tile of queries can hold a single one; the fast mode must mask it as it does the others."""
+    fast = CpuExecutor.load(tiny_folder, deterministic=False, slots=1, pages=2, tails=0)
+    ids = prompt(count)
+    ours, exact = (generate(side, ids, GREEDY, 7) for side in (fast, executor))
+    assert ours.drawn[0] == exact.drawn[0]
+    for left, right in zip(ours.logprobs[0].values, exact.logprobs[0].values, strict=True):
+        assert left == pytest.approx(right, abs=1e-4)
+
+
 def test_the_model_tells_what_it_is(executor, tiny_folder):
     info = executor.info
     assert (info.name, info.vocab_size, info.max_context, info.eos_ids) == (tiny_folder.name, 512, 2048, (1,)), (

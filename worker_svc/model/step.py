@@ -184,7 +184,7 @@ def _tiles(start: int, length: int, first_old: int, window: int, deterministic: 
         lead = first % KEY_BLOCK if deterministic else 0
         trail = -last % KEY_BLOCK if deterministic else 0
         allowed = None
-        if stop - begin > 1 or deterministic:
+        if length > 1 or deterministic:  # the last tile of a long row can hold one query
             queries = torch.arange(start + begin, start + stop).unsqueeze(1)
             keys = torch.arange(first - lead, last + trail)
             allowed = (keys <= queries) & (keys > queries - window) & (keys >= first)

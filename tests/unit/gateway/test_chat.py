@@ -35,8 +35,8 @@ async def test_whole_message(served):
     assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-") and body["model"] == "v4-nano"
     start = served.mesh.starts[0]
     usage = body["usage"]
-    assert usage["prompt_tokens"] == len(start.prompt) and usage["completion_tokens"] == 7
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 7
+    assert usage["prompt_tokens"] == len(start.prompt) and usage["completion_tokens"] == 6
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
     assert usage["prompt_cache_miss_tokens"] == usage["prompt_tokens"]
     assert start.params.max_tokens == 4096 - len(start.prompt)
     assert start.deadline_ms == 3_600_000 and len(start.request_id) == 16
@@ -95,7 +95,7 @@ async def test_three_choices_interleave_by_index(served):
     _, whole, _ = await served.post(PATH, body)
     texts = [choice["message"]["content"] for choice in whole["choices"]]
     assert texts == [f"Hello {n} world." for n in range(3)]
-    assert whole["usage"]["completion_tokens"] == 21
+    assert whole["usage"]["completion_tokens"] == 18
     parts = chunks(await served.events(PATH, {**body, "stream": True}))
     for index in range(3):
         mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == index]
@@ -108,7 +108,7 @@ async def test_three_choices_interleave_by_index(served):
 async def test_usage_chunk_comes_last_and_others_say_null(served):
     options = {"include_usage": True}
     parts = chunks(await served.events(PATH, {"messages": USER, "stream": True, "stream_options": options}))
-    assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 7
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"]["completion_tokens"] == 6
     assert all(part["usage"] is None for part in parts[:-1])
 
 
@@ -116,7 +116,7 @@ async def test_continuous_usage_counts_up(served):
     options = {"include_usage": True, "continuous_usage_stats": True}
     parts = chunks(await served.events(PATH, {"messages": USER, "stream": True, "stream_options": options}))
     counts = [part["usage"]["completion_tokens"] for part in parts]
-    assert counts == sorted(counts) and counts[-1] == 7
+    assert counts == sorted(counts) and counts[-1] == 6
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -247,7 +247,7 @@ async def test_token_ids_on_request(served):
     body = {"messages": USER, "return_token_ids": True}
     _, whole, _ = await served.post(PATH, body)
     ids = whole["choices"][0]["token_ids"]
-    assert len(ids) == 7 and ids[-1] == 1
+    assert len(ids) == 6 and ids[-1] == 1
     assert whole["prompt_token_ids"] == served.mesh.starts[0].prompt.tolist()
     parts = chunks(await served.events(PATH, {**body, "stream": True}))
     assert [token for part in parts for token in part["choices"][0]["token_ids"]] == ids

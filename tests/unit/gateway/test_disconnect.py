@@ -141,7 +141,7 @@ async def test_both_http_versions_stream(served, version):
     raw = (await reader.read()).decode()
     writer.close()
     assert raw.startswith("HTTP/1.") and ("chunked" in raw) == (version == "1.1")
-    assert raw.count("data: {") == 7 and "data: [DONE]" in raw
+    assert raw.count("data: {") == 6 and "data: [DONE]" in raw
 
 
 async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch):

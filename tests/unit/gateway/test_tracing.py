@@ -35,7 +35,7 @@ async def test_spans(mesh, tokenizer):
     good, bad = exporter.get_finished_spans()
     assert good.name == bad.name == "chat v4-nano"
     assert f"{good.context.trace_id:032x}" == PARENT.split("-")[1]
-    assert good.attributes["gen_ai.usage.output_tokens"] == 7
+    assert good.attributes["gen_ai.usage.output_tokens"] == 6
     assert good.attributes["gen_ai.usage.input_tokens"] == len(mesh.starts[0].prompt)
     assert bad.attributes["http.response.status_code"] == 400
     assert bad.attributes["error.type"] == "invalid_request_error"
