@@ -378,7 +378,7 @@ def pick(row: Any, rng: random.Random, closing: Iterable[int]) -> int:
 
 def judged() -> Iterable[tuple[str, Kind, str, Callable[[str], bool]]]:
     """Name, kind, source and independent judge of every case."""
-    import jsonschema  # type: ignore[import-untyped]
+    import jsonschema
 
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
 

@@ -1,1 +1,4 @@
-"""The grammar service. Not built yet: `v4mesh grammar` says so and refuses to start."""
+"""The grammar service: compiles constraints and keeps one matcher per constrained slot.
+
+It stands alone so far: no other service calls it, and requests that need it are refused by the gateway.
+"""
