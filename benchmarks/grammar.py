@@ -46,7 +46,7 @@ from meshkit.server import run as run_loop
 TITLE = "grammar service: compile, masks, memory, keyword coverage, random-walk validity"
 SEED = 20260424
 ROWS = 64
-NANO = Path(__file__).parents[1] / "meshkit" / "models" / "v4-nano-trial"
+NANO = Path(__file__).parents[1] / "meshkit" / "models" / "v4-nano"
 
 
 def real_vocabulary() -> tuple[Path, Vocabulary]:

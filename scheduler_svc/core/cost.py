@@ -96,7 +96,8 @@ class CostModel:
         for i, term in enumerate(_terms(shape)):
             bucket.terms[i] += weight * (term - bucket.terms[i])
         self._stale += 1
-        if self._stale >= 32 or self.steps < 32:
+        # A fit takes a millisecond or two of a loop that has three per step: rare while predictions are right.
+        if self._stale >= (32 if self.error > 0.1 else 512) or self.steps < 32:
             self._fit()
 
     def _fit(self) -> None:

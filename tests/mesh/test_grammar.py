@@ -24,7 +24,7 @@ from meshkit.errors import BadRequest, WireError
 from meshkit.testing import until
 from meshkit.types import PROTO_REV
 
-MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano-trial"
+MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano"
 EOS, THINK_END, VOCAB, WORDS = 1, 6, 4096, 128
 SLOW = json.dumps(
     {"properties": {f"p{i}": {"type": "string", "pattern": f"^([a-z]{{1,30}}-?){{1,30}}[0-9]{i}$"} for i in range(30)}}

@@ -14,7 +14,7 @@ from grammar_svc.sources import Kind, read_source
 from grammar_svc.vocabulary import read_vocabulary
 from meshkit.errors import ModelDirError
 
-MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano-trial"
+MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}
 TOOLS = [{"name": "weather", "parameters": CITY, "strict": True}, {"name": "stop"}]
 BEGIN, END = "<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
