@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from meshpb.v1 import common_pb2, grammar_pb2_grpc
 from meshpb.v1 import grammar_pb2 as pb
-from meshpb.v1 import grammar_pb2_grpc
 
 from grammar_svc.ring import map_ring
 from meshkit.channel import open_channel
@@ -110,7 +110,7 @@ async def main(address: str, vocab_size: int, rounds: int, schemas: list[Any]) -
         stub = grammar_pb2_grpc.GrammarStub(channel)
         ids = []
         for schema in schemas:
-            request = pb.CompileRequest(kind=pb.GRAMMAR_JSON_SCHEMA, text=json.dumps(schema))
+            request = pb.CompileRequest(kind=common_pb2.GRAMMAR_JSON_SCHEMA, text=json.dumps(schema))
             ids.append((await stub.Compile(request, timeout=30)).grammar_id)
         for name, mapped in (("mask_rtt", True), ("mask_inline_rtt", False)):
             call = stub.AttachWorker()

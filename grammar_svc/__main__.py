@@ -78,7 +78,7 @@ async def _serve(config: GrammarConfig) -> int:
             await asyncio.sleep(1.0)
 
     async def finish() -> None:
-        servicer.draining = True
+        servicer.drain()
         try:
             await grammars.idle()
         finally:

@@ -203,7 +203,7 @@ class Attachments:
     """All groups of this process by name."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        self.host = host
         self._by_group: dict[str, Attachment] = {}
         self._draining = ""
         host.grammars.on_verdict = self._on_verdict
@@ -231,13 +231,13 @@ class Attachments:
         hello = message.hello
         wrong = self._draining or self._wrong(hello)
         if wrong:
-            self._host.counted.add(event="refused")
+            self.host.counted.add(event="refused")
             await stream.write(pb.MaskDown(bye=common_pb2.Bye(reason=wrong)))
             return wrong
         if (old := self._by_group.get(hello.group)) is not None:
-            self._host.counted.add(event="superseded")
+            self.host.counted.add(event="superseded")
             old.end("superseded")
-        attachment = self._by_group[hello.group] = Attachment(self._host, stream, hello)
+        attachment = self._by_group[hello.group] = Attachment(self.host, stream, hello)
         log.info("attached", extra=kv(group=hello.group, slots=hello.slots))
         reason = "cancelled"
         try:
@@ -256,18 +256,18 @@ class Attachments:
             attachment.on_verdict(grammar_id, verdict)
 
     def _wrong(self, hello: pb.MaskHello) -> str:
-        facts = self._host.facts
+        facts = self.host.facts
         if hello.proto_rev != PROTO_REV:
             return f"proto_rev: this service speaks {PROTO_REV}, not {hello.proto_rev}; use one build"
         if hello.vocab_size != facts.vocab_size:
             return f"vocab_size: this service's model has {facts.vocab_size}, the worker brings {hello.vocab_size}"
-        if hello.grammar_rev and hello.grammar_rev != self._host.grammars.grammar_rev:
-            return f"grammar_rev: {self._host.grammars.grammar_rev} here, {hello.grammar_rev} there; use one build"
+        if hello.grammar_rev and hello.grammar_rev != self.host.grammars.grammar_rev:
+            return f"grammar_rev: {self.host.grammars.grammar_rev} here, {hello.grammar_rev} there; use one build"
         if not (hello.group and len(hello.group) <= 256):
             return "group: must be a name of at most 256 characters"
         if not (1 <= hello.slots <= MAX_SLOTS and 1 <= hello.max_verify <= MAX_VERIFY):
             return f"slots, max_verify: must be 1..{MAX_SLOTS} and 1..{MAX_VERIFY}"
         size = 2 * hello.slots * hello.max_verify * facts.words * 4
-        if size > self._host.ring_bytes:
-            return f"slots * max_verify: a ring of {size} bytes, at most {self._host.ring_bytes} are allowed"
+        if size > self.host.ring_bytes:
+            return f"slots * max_verify: a ring of {size} bytes, at most {self.host.ring_bytes} are allowed"
         return ""

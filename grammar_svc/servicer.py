@@ -1,5 +1,6 @@
 """RPCs of the grammar service: decode, hand on, encode."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -29,13 +30,17 @@ class GrammarServicer(grammar_pb2_grpc.GrammarServicer):
         self._verdicts = metrics.counter(
             "v4mesh_grammar_verdicts_total", "Compile answers", verdict=[outcome.name for outcome in Outcome]
         )
-        self.draining = False
+        self._going = asyncio.Event()
+
+    def drain(self) -> None:
+        """Refuse new compiles; watchers are told by the end of their stream."""
+        self._going.set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         grammar_pb2_grpc.add_GrammarServicer_to_server(self, server)
 
     async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileReply:
-        if self.draining:
+        if self._going.is_set():
             raise Draining("this grammar service is going away", retry_after_ms=500)
         mine = self._grammars.grammar_rev
         if request.grammar_rev and request.grammar_rev != mine:
@@ -45,6 +50,11 @@ class GrammarServicer(grammar_pb2_grpc.GrammarServicer):
             verdict = await self._grammars.compile(request.kind, request.text, request.tenant[:256])
         self._verdicts.add(verdict=verdict.outcome.name)
         return _reply(verdict, mine)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.GrammarProcess]:
+        host = self._attachments.host
+        yield pb.GrammarProcess(boot=host.boot, build=host.build, grammar_rev=self._grammars.grammar_rev)
+        await self._going.wait()
 
     async def AttachWorker(self, requests: AsyncIterator[pb.MaskUp], context: Context) -> None:  # type: ignore[override]
         await context.send_initial_metadata(())  # tells the dialling side that the stream is open

@@ -3,11 +3,13 @@
     MeshError               INTERNAL        exit 1   500 / INTERNAL              a bug of ours
     ├── BadRequest          INVALID                  400 / INVALID_ARGUMENT      the caller's fault
     │   ├── WireError       WIRE                     400 / INVALID_ARGUMENT      a frame breaks its contract
-    │   └── NeverFits       NEVER_FITS               400 / OUT_OF_RANGE          larger than an empty pool
+    │   ├── NeverFits       NEVER_FITS               400 / OUT_OF_RANGE          larger than an empty pool
+    │   └── BadGrammar      BAD_GRAMMAR              400 / INVALID_ARGUMENT      a schema, regex, ... that cannot work
     ├── Refused             REFUSED                  503 / UNAVAILABLE           not now; `retry_after_ms` may say when
     │   ├── QueueFull       QUEUE_FULL               429 / RESOURCE_EXHAUSTED
     │   ├── NoWorker        NO_WORKER                503 / UNAVAILABLE           nothing attached could run it
-    │   └── Draining        DRAINING                 503 / UNAVAILABLE           this process is going away
+    │   ├── Draining        DRAINING                 503 / UNAVAILABLE           this process is going away
+    │   └── GrammarLater    GRAMMAR_LATER            503 / UNAVAILABLE           a grammar could not be compiled now
     ├── Fenced              FENCED                   409 / FAILED_PRECONDITION   the caller holds an older name
     │   ├── StaleAttach     STALE_ATTACH             409 / FAILED_PRECONDITION
     │   ├── Superseded      SUPERSEDED               409 / FAILED_PRECONDITION   a higher attempt is known
@@ -68,6 +70,10 @@ class NeverFits(BadRequest):
     grpc_status = "OUT_OF_RANGE"
 
 
+class BadGrammar(BadRequest):
+    code = "BAD_GRAMMAR"
+
+
 class Refused(MeshError):
     code = "REFUSED"
     http_status = 503
@@ -86,6 +92,10 @@ class NoWorker(Refused):
 
 class Draining(Refused):
     code = "DRAINING"
+
+
+class GrammarLater(Refused):
+    code = "GRAMMAR_LATER"
 
 
 class Fenced(MeshError):
@@ -189,6 +199,8 @@ _BY_VERDICT: Final[Mapping[str, type[MeshError]]] = {
     "DRAINING": Draining,
     "INVALID": BadRequest,
     "POISONED": Poisoned,
+    "BAD_GRAMMAR": BadGrammar,
+    "GRAMMAR_LATER": GrammarLater,
 }
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshkit.types import ModelInfo, RequestId, SamplingParams
+from meshkit.types import GrammarSource, ModelInfo, RequestId, SamplingParams
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
@@ -45,6 +45,8 @@ class Verdict(IntEnum):
     DRAINING = 8
     INVALID = 9
     POISONED = 10
+    BAD_GRAMMAR = 11
+    GRAMMAR_LATER = 12
 
 
 class RowState(IntEnum):
@@ -55,6 +57,7 @@ class RowState(IntEnum):
     PARKED = 2
     FINISHED = 3  # finished in this frame
     FINISHED_BEFORE = 4  # a frame in flight still named it; it computed into scratch
+    FAILED = 5  # nothing was sampled and nothing will be: a RowFault says why
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Submit:
     kill_count: int = 0
     traceparent: str = ""
     namespace: bytes = b""  # keyed page_keys, and keys the pages to come; empty: the scheduler computes its own
+    grammar: GrammarSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class SubmitReply:
     verdict: Verdict
     message: str = ""
     retry_after_ms: int = 0
+    place: str = ""  # with BAD_GRAMMAR
+    grammar_rev: str = ""  # with ACCEPTED of a constrained request
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +280,8 @@ class SlotInit:
     n_emitted: int
     emitted: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
+    grammar_id: bytes = b""  # 16 bytes, or empty: unconstrained
+    thinking: bool = False  # the constraint arms after </think>
 
 
 class Spare(NamedTuple):
@@ -331,6 +339,14 @@ class StepFrame:
     publish_tails: tuple[PublishedTail, ...] = ()
 
 
+class RowFault(NamedTuple):
+    """Why a row in state FAILED ends. Codes: sampling_fault, grammar_failed."""
+
+    row_index: int
+    code: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultFrame:
     step: int
@@ -344,6 +360,7 @@ class ResultFrame:
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     jit_compiles: int = 0
     error: str = ""
+    faults: tuple[RowFault, ...] = ()
 
 
 WorkerUp = WorkerHello | Dump | ResultFrame | Heartbeat | Bye

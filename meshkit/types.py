@@ -31,6 +31,28 @@ class FinishReason(IntEnum):
     ERROR = 4  # typed error; `message` says what
 
 
+class GrammarKind(IntEnum):
+    """How the text of a grammar source reads; see common.proto."""
+
+    JSON_SCHEMA = 1
+    JSON_OBJECT = 2
+    REGEX = 3
+    EBNF = 4
+    CHOICE = 5
+    STRUCTURAL_TAG = 6
+    DSML_TOOLS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSource:
+    """What a request's output must look like. The grammar service checks, canonicalises and compiles it."""
+
+    kind: GrammarKind
+    text: str
+    thinking: bool = False  # the output begins inside <think>: the constraint arms after </think>
+    grammar_rev: str = ""  # revision that the ids emitted so far were made under; empty: none were
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one choice draws its tokens. Resolved: every default is filled in, max_tokens fits the context."""

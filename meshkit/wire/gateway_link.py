@@ -49,6 +49,7 @@ def put_submit(submit: Submit) -> pb.SubmitRequest:
         kill_count=submit.kill_count,
         traceparent=submit.traceparent,
         namespace=submit.namespace,
+        grammar=shared.put_grammar(submit.grammar),
     )
 
 
@@ -83,6 +84,7 @@ def get_submit(message: pb.SubmitRequest) -> Submit:
         kill_count=c.get_int(message.kill_count, "kill_count"),
         traceparent=c.get_text(message.traceparent, "traceparent"),
         namespace=message.namespace,
+        grammar=shared.get_grammar(message.grammar) if message.HasField("grammar") else None,
     )
 
 
@@ -100,13 +102,21 @@ def put_submit_reply(reply: SubmitReply) -> pb.SubmitReply:
         verdict=pb.Verdict.ValueType(int(reply.verdict)),
         message=c.clip(reply.message),
         retry_after_ms=reply.retry_after_ms,
+        place=c.clip(reply.place),
+        grammar_rev=reply.grammar_rev,
     )
 
 
 def get_submit_reply(message: pb.SubmitReply) -> SubmitReply:
     verdict = c.get_int(message.verdict, "verdict", high=max(Verdict))
     text = c.get_text(message.message, "message")
-    return SubmitReply(Verdict(verdict), text, c.get_int(message.retry_after_ms, "retry_after_ms"))
+    return SubmitReply(
+        Verdict(verdict),
+        text,
+        c.get_int(message.retry_after_ms, "retry_after_ms"),
+        c.get_text(message.place, "place"),
+        c.get_text(message.grammar_rev, "grammar_rev"),
+    )
 
 
 def put_status(status: SchedulerStatus) -> pb.SchedulerStatus:

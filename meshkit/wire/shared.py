@@ -6,10 +6,11 @@ from meshpb.v1 import common_pb2 as pb
 
 from meshkit.errors import WireError
 from meshkit.frames import Bye, Heartbeat, LogprobColumns
-from meshkit.types import NO_LOGPROBS, ModelInfo, SamplingParams
+from meshkit.types import NO_LOGPROBS, GrammarKind, GrammarSource, ModelInfo, SamplingParams
 from meshkit.wire import columns as c
 
 MAX_TOP_LOGPROBS = 20
+MAX_GRAMMAR_BYTES = 1 << 20  # the grammar service's own limits are lower and say what to do
 
 
 def put_params(params: SamplingParams) -> pb.SamplingParams:
@@ -49,6 +50,28 @@ def get_params(message: pb.SamplingParams) -> SamplingParams:
         stop_ids=c.get_ints(message.stop_ids, "params.stop_ids"),
         bias=tuple(zip(bias_ids.tolist(), bias_values.tolist(), strict=True)),
         top_logprobs=c.get_int(message.top_logprobs, "params.top_logprobs", low=NO_LOGPROBS, high=MAX_TOP_LOGPROBS),
+    )
+
+
+def put_grammar(grammar: GrammarSource | None) -> pb.GrammarSource | None:
+    if grammar is None:
+        return None
+    return pb.GrammarSource(
+        kind=pb.GrammarKind.ValueType(int(grammar.kind)),
+        text=grammar.text,
+        thinking=grammar.thinking,
+        grammar_rev=grammar.grammar_rev,
+    )
+
+
+def get_grammar(message: pb.GrammarSource) -> GrammarSource:
+    if len(message.text.encode()) > MAX_GRAMMAR_BYTES:
+        raise WireError(f"grammar.text: more than {MAX_GRAMMAR_BYTES} bytes")
+    return GrammarSource(
+        kind=GrammarKind(c.get_int(message.kind, "grammar.kind", low=1, high=max(GrammarKind))),
+        text=message.text,
+        thinking=message.thinking,
+        grammar_rev=c.get_text(message.grammar_rev, "grammar.grammar_rev"),
     )
 
 

@@ -16,6 +16,7 @@ from meshkit.frames import (
     PublishedPage,
     PublishedTail,
     ResultFrame,
+    RowFault,
     RowState,
     SlotCopy,
     SlotFree,
@@ -368,6 +369,8 @@ def _put_init(init: SlotInit) -> pb.SlotInit:
         n_emitted=init.n_emitted,
         emitted=c.put_i32(init.emitted),
         prompt=c.put_i32(init.prompt),
+        grammar_id=init.grammar_id,
+        thinking=init.thinking,
     )
 
 
@@ -384,6 +387,8 @@ def _get_init(message: pb.SlotInit) -> SlotInit:
         n_emitted=c.get_int(message.n_emitted, "init.n_emitted"),
         emitted=c.get_ints(message.emitted, "init.emitted"),
         prompt=c.get_ints(message.prompt, "init.prompt"),
+        grammar_id=c.get_id(message.grammar_id, "init.grammar_id") if message.grammar_id else b"",
+        thinking=message.thinking,
     )
 
 
@@ -400,6 +405,7 @@ def _put_result(frame: ResultFrame) -> pb.ResultFrame:
         logprobs=shared.put_logprobs(frame.logprobs),
         jit_compiles=frame.jit_compiles,
         error=c.clip(frame.error),
+        faults=[pb.RowFault(index=it.row_index, code=it.code, message=c.clip(it.message)) for it in frame.faults],
     )
 
 
@@ -410,6 +416,7 @@ def _get_result(message: pb.ResultFrame) -> ResultFrame:
     tokens = c.get_i32(message.tokens, "tokens")
     c.check_sum(counts, len(tokens), "counts", "tokens")
     spare_rows = c.get_i32(message.spare_rows, "spare_rows", high=n - 1)
+    c.get_int(len(message.faults), "number of faults", high=n)
     return ResultFrame(
         step=message.step,
         t_start_ns=message.t_start_ns,
@@ -422,4 +429,12 @@ def _get_result(message: pb.ResultFrame) -> ResultFrame:
         logprobs=shared.get_logprobs(message.logprobs, n),
         jit_compiles=message.jit_compiles,
         error=c.get_text(message.error, "error"),
+        faults=tuple(
+            RowFault(
+                c.get_int(it.index, "fault.index", high=n - 1),
+                c.get_text(it.code, "fault.code"),
+                c.get_text(it.message, "fault.message"),
+            )
+            for it in message.faults
+        ),
     )

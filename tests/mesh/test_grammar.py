@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from meshpb.v1 import common_pb2, grammar_pb2_grpc
 from meshpb.v1 import grammar_pb2 as pb
-from meshpb.v1 import grammar_pb2_grpc
 
 from grammar_svc import compiler, wire
 from grammar_svc.ring import map_ring
@@ -117,16 +117,16 @@ class Worker:
 
 async def test_compile_answers_with_typed_verdicts(service):
     async with stub(service) as grammar:
-        first = await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SCHEMA)
-        again = await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SCHEMA.replace(":", " : "))
+        first = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA)
+        again = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA.replace(":", " : "))
         assert first.verdict == again.verdict == pb.GRAMMAR_OK and first.grammar_id == again.grammar_id
         assert not first.cached and again.cached and len(first.grammar_id) == 16
-        bad = await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, '{"items":{"not":{}}}')
+        bad = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, '{"items":{"not":{}}}')
         assert (bad.verdict, bad.place) == (pb.GRAMMAR_INVALID, "/items/not")
-        words = await compile_(grammar, pb.GRAMMAR_EBNF, 'root ::= "a" missing')
+        words = await compile_(grammar, common_pb2.GRAMMAR_EBNF, 'root ::= "a" missing')
         assert words.verdict == pb.GRAMMAR_INVALID and '"missing" is not defined' in words.message
-        assert (await compile_(grammar, pb.GRAMMAR_REGEX, "a" * 5000)).verdict == pb.GRAMMAR_TOO_LARGE
-        other = await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SCHEMA, grammar_rev="0" * 16)
+        assert (await compile_(grammar, common_pb2.GRAMMAR_REGEX, "a" * 5000)).verdict == pb.GRAMMAR_TOO_LARGE
+        other = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA, grammar_rev="0" * 16)
         assert other.verdict == pb.GRAMMAR_INVALID and other.place == "grammar_rev"
         with pytest.raises(BadRequest, match="no deadline"):
             await grammar.Compile(pb.CompileRequest())
@@ -134,24 +134,26 @@ async def test_compile_answers_with_typed_verdicts(service):
 
 async def test_a_runaway_is_killed_and_the_others_go_on(service):
     async with stub(service) as grammar:
-        await compile_(grammar, pb.GRAMMAR_REGEX, "warm")
-        slow = asyncio.create_task(compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SLOW))
+        await compile_(grammar, common_pb2.GRAMMAR_REGEX, "warm")
+        slow = asyncio.create_task(compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SLOW))
         await asyncio.sleep(0.1)
-        others = await asyncio.gather(*(compile_(grammar, pb.GRAMMAR_REGEX, f"x{i}") for i in range(4)))
+        others = await asyncio.gather(*(compile_(grammar, common_pb2.GRAMMAR_REGEX, f"x{i}") for i in range(4)))
         assert {reply.verdict for reply in others} == {pb.GRAMMAR_OK}
         assert (await slow).verdict == pb.GRAMMAR_TIMEOUT
-        assert (await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SLOW)).verdict == pb.GRAMMAR_TIMEOUT  # tried again
+        assert (
+            await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SLOW)
+        ).verdict == pb.GRAMMAR_TIMEOUT  # tried again
 
 
 async def test_a_killed_compile_process_costs_its_own_compile_only(service):
     async with stub(service) as grammar:
-        await compile_(grammar, pb.GRAMMAR_REGEX, "warm")
-        slow = asyncio.create_task(compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SLOW))
+        await compile_(grammar, common_pb2.GRAMMAR_REGEX, "warm")
+        slow = asyncio.create_task(compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SLOW))
         found = []  # the process that it gets may still have to start
         await until(lambda: found.extend(_busy_children(service[1].pid)) or found, 30)
         os.kill(found[0], signal.SIGTERM)
         assert (await slow).verdict == pb.GRAMMAR_CRASHED
-        assert (await compile_(grammar, pb.GRAMMAR_REGEX, "after")).verdict == pb.GRAMMAR_OK
+        assert (await compile_(grammar, common_pb2.GRAMMAR_REGEX, "after")).verdict == pb.GRAMMAR_OK
 
 
 def _busy_children(parent):
@@ -171,7 +173,7 @@ async def test_masks_come_through_the_ring_and_inline_alike(service):
     vocabulary = read_vocabulary(MODEL)
     spell = {text: number for number, text in enumerate(vocabulary.tokens) if text}
     async with stub(service) as grammar:
-        schema = (await compile_(grammar, pb.GRAMMAR_JSON_SCHEMA, SCHEMA)).grammar_id
+        schema = (await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA)).grammar_id
         seen = []
         for mapped in (True, False):
             worker = Worker(grammar)
@@ -195,16 +197,16 @@ async def test_masks_come_through_the_ring_and_inline_alike(service):
 async def test_a_bind_waits_for_the_compile(service):
     async with stub(service) as grammar:
         text = "wait{3}"
-        known = (await compile_(grammar, pb.GRAMMAR_REGEX, "wait{2}")).grammar_id
+        known = (await compile_(grammar, common_pb2.GRAMMAR_REGEX, "wait{2}")).grammar_id
         worker = Worker(grammar)
         await worker.hello()
         await worker.map()
-        rev = (await compile_(grammar, pb.GRAMMAR_REGEX, "wait{2}")).grammar_rev
+        rev = (await compile_(grammar, common_pb2.GRAMMAR_REGEX, "wait{2}")).grammar_rev
         await worker.bind(Source(Kind.REGEX, text).grammar_id(rev), slot=3)
         await worker.bind(known, slot=4)
         entries = await worker.next()
         assert np.frombuffer(entries.slots, np.int32).tolist() == [4]
-        assert (await compile_(grammar, pb.GRAMMAR_REGEX, text)).verdict == pb.GRAMMAR_OK
+        assert (await compile_(grammar, common_pb2.GRAMMAR_REGEX, text)).verdict == pb.GRAMMAR_OK
         entries = await worker.next()
         assert np.frombuffer(entries.slots, np.int32).tolist() == [3] and entries.kinds[0] == 1
 

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -15,6 +16,47 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """text: the schema"""
+    GRAMMAR_JSON_OBJECT: _GrammarKind.ValueType  # 2
+    """text: empty"""
+    GRAMMAR_REGEX: _GrammarKind.ValueType  # 3
+    """text: the expression, matched against the whole output"""
+    GRAMMAR_EBNF: _GrammarKind.ValueType  # 4
+    """text: GBNF-like rules, start rule `root`"""
+    GRAMMAR_CHOICE: _GrammarKind.ValueType  # 5
+    """text: JSON array of strings"""
+    GRAMMAR_STRUCTURAL_TAG: _GrammarKind.ValueType  # 6
+    """text: JSON, XGrammar's format or {"structures", "triggers"}"""
+    GRAMMAR_DSML_TOOLS: _GrammarKind.ValueType  # 7
+    """text: JSON {"tools": [{"name", "parameters"?, "strict"?}], "tool_choice", "parallel"}"""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""text: the schema"""
+GRAMMAR_JSON_OBJECT: GrammarKind.ValueType  # 2
+"""text: empty"""
+GRAMMAR_REGEX: GrammarKind.ValueType  # 3
+"""text: the expression, matched against the whole output"""
+GRAMMAR_EBNF: GrammarKind.ValueType  # 4
+"""text: GBNF-like rules, start rule `root`"""
+GRAMMAR_CHOICE: GrammarKind.ValueType  # 5
+"""text: JSON array of strings"""
+GRAMMAR_STRUCTURAL_TAG: GrammarKind.ValueType  # 6
+"""text: JSON, XGrammar's format or {"structures", "triggers"}"""
+GRAMMAR_DSML_TOOLS: GrammarKind.ValueType  # 7
+"""text: JSON {"tools": [{"name", "parameters"?, "strict"?}], "tool_choice", "parallel"}"""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -84,6 +126,38 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class GrammarSource(_message.Message):
+    """What the output must look like, as the client sent it; text is canonicalised by the grammar service."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    GRAMMAR_REV_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    text: _builtins.str
+    thinking: _builtins.bool
+    """the output begins inside <think>: the constraint arms after </think>"""
+    grammar_rev: _builtins.str
+    """empty, or the revision that the ids emitted so far were made under"""
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
+        thinking: _builtins.bool = ...,
+        grammar_rev: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_rev", b"grammar_rev", "kind", b"kind", "text", b"text", "thinking", b"thinking"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarSource: _TypeAlias = GrammarSource  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):

@@ -25,43 +25,45 @@ _sym_db = _symbol_database.Default()
 from meshpb.v1 import common_pb2 as meshpb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshpb/v1/grammar.proto\x12\tv4mesh.v1\x1a\x16meshpb/v1/common.proto\"i\n\x0e\x43ompileRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.v4mesh.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0bgrammar_rev\x18\x04 \x01(\t\"\xd7\x01\n\x0c\x43ompileReply\x12*\n\x07verdict\x18\x01 \x01(\x0e\x32\x19.v4mesh.v1.GrammarVerdict\x12\x12\n\ngrammar_id\x18\x02 \x01(\x0c\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\x08\x12\x12\n\ncompile_us\x18\x07 \x01(\x06\x12\x16\n\x0e\x63ompiled_bytes\x18\x08 \x01(\x06\x12\x13\n\x0bgrammar_rev\x18\t \x01(\t\"\x96\x01\n\tMaskHello\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x06\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tproto_rev\x18\x04 \x01(\r\x12\x13\n\x0bgrammar_rev\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x12\n\nmax_verify\x18\x08 \x01(\r\"v\n\x0cMaskHelloAck\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x06\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x13\n\x0bgrammar_rev\x18\x03 \x01(\t\x12\r\n\x05words\x18\x04 \x01(\r\x12\x11\n\tring_path\x18\x05 \x01(\t\x12\x12\n\nring_nonce\x18\x06 \x01(\x0c\"\x1c\n\nRingMapped\x12\x0e\n\x06mapped\x18\x01 \x01(\x08\"o\n\x04\x42ind\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\x04\x12\x12\n\ngrammar_id\x18\x03 \x01(\x0c\x12\x10\n\x08thinking\x18\x04 \x01(\x08\x12\x0f\n\x07\x65mitted\x18\x05 \x01(\x0c\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\"\'\n\x05\x42inds\x12\x1e\n\x05\x62inds\x18\x01 \x03(\x0b\x32\x0f.v4mesh.v1.Bind\"+\n\x07Unbinds\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\"\x83\x01\n\rSampledTokens\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\x12\r\n\x05\x62\x61ses\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x14\n\x0c\x64raft_counts\x18\x06 \x01(\x0c\x12\x0e\n\x06\x64rafts\x18\x07 \x01(\x0c\"\xb4\x02\n\x06MaskUp\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12%\n\x05hello\x18\x02 \x01(\x0b\x32\x14.v4mesh.v1.MaskHelloH\x00\x12\'\n\x06mapped\x18\x03 \x01(\x0b\x32\x15.v4mesh.v1.RingMappedH\x00\x12!\n\x05\x62inds\x18\x04 \x01(\x0b\x32\x10.v4mesh.v1.BindsH\x00\x12%\n\x07unbinds\x18\x05 \x01(\x0b\x32\x12.v4mesh.v1.UnbindsH\x00\x12*\n\x06tokens\x18\x06 \x01(\x0b\x32\x18.v4mesh.v1.SampledTokensH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x08 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\",\n\nEntryError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa6\x01\n\x0bMaskEntries\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\r\n\x05kinds\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x0e\n\x06inline\x18\x07 \x01(\x0c\x12%\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x15.v4mesh.v1.EntryError\"\xc9\x01\n\x08MaskDown\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12,\n\thello_ack\x18\x02 \x01(\x0b\x32\x17.v4mesh.v1.MaskHelloAckH\x00\x12)\n\x07\x65ntries\x18\x03 \x01(\x0b\x32\x16.v4mesh.v1.MaskEntriesH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x05 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame*\xca\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13GRAMMAR_JSON_SCHEMA\x10\x01\x12\x17\n\x13GRAMMAR_JSON_OBJECT\x10\x02\x12\x11\n\rGRAMMAR_REGEX\x10\x03\x12\x10\n\x0cGRAMMAR_EBNF\x10\x04\x12\x12\n\x0eGRAMMAR_CHOICE\x10\x05\x12\x1a\n\x16GRAMMAR_STRUCTURAL_TAG\x10\x06\x12\x16\n\x12GRAMMAR_DSML_TOOLS\x10\x07*\xa9\x01\n\x0eGrammarVerdict\x12\x1f\n\x1bGRAMMAR_VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nGRAMMAR_OK\x10\x01\x12\x13\n\x0fGRAMMAR_INVALID\x10\x02\x12\x15\n\x11GRAMMAR_TOO_LARGE\x10\x03\x12\x13\n\x0fGRAMMAR_TIMEOUT\x10\x04\x12\x13\n\x0fGRAMMAR_CRASHED\x10\x05\x12\x10\n\x0cGRAMMAR_BUSY\x10\x06\x32\x84\x01\n\x07Grammar\x12=\n\x07\x43ompile\x12\x19.v4mesh.v1.CompileRequest\x1a\x17.v4mesh.v1.CompileReply\x12:\n\x0c\x41ttachWorker\x12\x11.v4mesh.v1.MaskUp\x1a\x13.v4mesh.v1.MaskDown(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17meshpb/v1/grammar.proto\x12\tv4mesh.v1\x1a\x16meshpb/v1/common.proto\"\x0e\n\x0cWatchRequest\"B\n\x0eGrammarProcess\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x06\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x13\n\x0bgrammar_rev\x18\x03 \x01(\t\"i\n\x0e\x43ompileRequest\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.v4mesh.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x13\n\x0bgrammar_rev\x18\x04 \x01(\t\"\xd7\x01\n\x0c\x43ompileReply\x12*\n\x07verdict\x18\x01 \x01(\x0e\x32\x19.v4mesh.v1.GrammarVerdict\x12\x12\n\ngrammar_id\x18\x02 \x01(\x0c\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x06 \x01(\x08\x12\x12\n\ncompile_us\x18\x07 \x01(\x06\x12\x16\n\x0e\x63ompiled_bytes\x18\x08 \x01(\x06\x12\x13\n\x0bgrammar_rev\x18\t \x01(\t\"\x96\x01\n\tMaskHello\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04\x62oot\x18\x02 \x01(\x06\x12\r\n\x05\x62uild\x18\x03 \x01(\t\x12\x11\n\tproto_rev\x18\x04 \x01(\r\x12\x13\n\x0bgrammar_rev\x18\x05 \x01(\t\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x12\n\nmax_verify\x18\x08 \x01(\r\"v\n\x0cMaskHelloAck\x12\x0c\n\x04\x62oot\x18\x01 \x01(\x06\x12\r\n\x05\x62uild\x18\x02 \x01(\t\x12\x13\n\x0bgrammar_rev\x18\x03 \x01(\t\x12\r\n\x05words\x18\x04 \x01(\r\x12\x11\n\tring_path\x18\x05 \x01(\t\x12\x12\n\nring_nonce\x18\x06 \x01(\x0c\"\x1c\n\nRingMapped\x12\x0e\n\x06mapped\x18\x01 \x01(\x08\"o\n\x04\x42ind\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x10\n\x08slot_gen\x18\x02 \x01(\x04\x12\x12\n\ngrammar_id\x18\x03 \x01(\x0c\x12\x10\n\x08thinking\x18\x04 \x01(\x08\x12\x0f\n\x07\x65mitted\x18\x05 \x01(\x0c\x12\x10\n\x08stop_ids\x18\x06 \x01(\x0c\"\'\n\x05\x42inds\x12\x1e\n\x05\x62inds\x18\x01 \x03(\x0b\x32\x0f.v4mesh.v1.Bind\"+\n\x07Unbinds\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\"\x83\x01\n\rSampledTokens\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\x12\r\n\x05\x62\x61ses\x18\x03 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x04 \x01(\x0c\x12\x0b\n\x03ids\x18\x05 \x01(\x0c\x12\x14\n\x0c\x64raft_counts\x18\x06 \x01(\x0c\x12\x0e\n\x06\x64rafts\x18\x07 \x01(\x0c\"\xb4\x02\n\x06MaskUp\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12%\n\x05hello\x18\x02 \x01(\x0b\x32\x14.v4mesh.v1.MaskHelloH\x00\x12\'\n\x06mapped\x18\x03 \x01(\x0b\x32\x15.v4mesh.v1.RingMappedH\x00\x12!\n\x05\x62inds\x18\x04 \x01(\x0b\x32\x10.v4mesh.v1.BindsH\x00\x12%\n\x07unbinds\x18\x05 \x01(\x0b\x32\x12.v4mesh.v1.UnbindsH\x00\x12*\n\x06tokens\x18\x06 \x01(\x0b\x32\x18.v4mesh.v1.SampledTokensH\x00\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x08 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame\",\n\nEntryError\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xa6\x01\n\x0bMaskEntries\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x11\n\tslot_gens\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\r\n\x05kinds\x18\x04 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x05 \x01(\x0c\x12\x0c\n\x04rows\x18\x06 \x01(\x0c\x12\x0e\n\x06inline\x18\x07 \x01(\x0c\x12%\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x15.v4mesh.v1.EntryError\"\xc9\x01\n\x08MaskDown\x12\x11\n\tattach_id\x18\x01 \x01(\x06\x12,\n\thello_ack\x18\x02 \x01(\x0b\x32\x17.v4mesh.v1.MaskHelloAckH\x00\x12)\n\x07\x65ntries\x18\x03 \x01(\x0b\x32\x16.v4mesh.v1.MaskEntriesH\x00\x12)\n\theartbeat\x18\x04 \x01(\x0b\x32\x14.v4mesh.v1.HeartbeatH\x00\x12\x1d\n\x03\x62ye\x18\x05 \x01(\x0b\x32\x0e.v4mesh.v1.ByeH\x00\x42\x07\n\x05\x66rame*\xa9\x01\n\x0eGrammarVerdict\x12\x1f\n\x1bGRAMMAR_VERDICT_UNSPECIFIED\x10\x00\x12\x0e\n\nGRAMMAR_OK\x10\x01\x12\x13\n\x0fGRAMMAR_INVALID\x10\x02\x12\x15\n\x11GRAMMAR_TOO_LARGE\x10\x03\x12\x13\n\x0fGRAMMAR_TIMEOUT\x10\x04\x12\x13\n\x0fGRAMMAR_CRASHED\x10\x05\x12\x10\n\x0cGRAMMAR_BUSY\x10\x06\x32\xc3\x01\n\x07Grammar\x12=\n\x07\x43ompile\x12\x19.v4mesh.v1.CompileRequest\x1a\x17.v4mesh.v1.CompileReply\x12:\n\x0c\x41ttachWorker\x12\x11.v4mesh.v1.MaskUp\x1a\x13.v4mesh.v1.MaskDown(\x01\x30\x01\x12=\n\x05Watch\x12\x17.v4mesh.v1.WatchRequest\x1a\x19.v4mesh.v1.GrammarProcess0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'meshpb.v1.grammar_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GRAMMARKIND']._serialized_start=1754
-  _globals['_GRAMMARKIND']._serialized_end=1956
-  _globals['_GRAMMARVERDICT']._serialized_start=1959
-  _globals['_GRAMMARVERDICT']._serialized_end=2128
-  _globals['_COMPILEREQUEST']._serialized_start=62
-  _globals['_COMPILEREQUEST']._serialized_end=167
-  _globals['_COMPILEREPLY']._serialized_start=170
-  _globals['_COMPILEREPLY']._serialized_end=385
-  _globals['_MASKHELLO']._serialized_start=388
-  _globals['_MASKHELLO']._serialized_end=538
-  _globals['_MASKHELLOACK']._serialized_start=540
-  _globals['_MASKHELLOACK']._serialized_end=658
-  _globals['_RINGMAPPED']._serialized_start=660
-  _globals['_RINGMAPPED']._serialized_end=688
-  _globals['_BIND']._serialized_start=690
-  _globals['_BIND']._serialized_end=801
-  _globals['_BINDS']._serialized_start=803
-  _globals['_BINDS']._serialized_end=842
-  _globals['_UNBINDS']._serialized_start=844
-  _globals['_UNBINDS']._serialized_end=887
-  _globals['_SAMPLEDTOKENS']._serialized_start=890
-  _globals['_SAMPLEDTOKENS']._serialized_end=1021
-  _globals['_MASKUP']._serialized_start=1024
-  _globals['_MASKUP']._serialized_end=1332
-  _globals['_ENTRYERROR']._serialized_start=1334
-  _globals['_ENTRYERROR']._serialized_end=1378
-  _globals['_MASKENTRIES']._serialized_start=1381
-  _globals['_MASKENTRIES']._serialized_end=1547
-  _globals['_MASKDOWN']._serialized_start=1550
-  _globals['_MASKDOWN']._serialized_end=1751
-  _globals['_GRAMMAR']._serialized_start=2131
-  _globals['_GRAMMAR']._serialized_end=2263
+  _globals['_GRAMMARVERDICT']._serialized_start=1838
+  _globals['_GRAMMARVERDICT']._serialized_end=2007
+  _globals['_WATCHREQUEST']._serialized_start=62
+  _globals['_WATCHREQUEST']._serialized_end=76
+  _globals['_GRAMMARPROCESS']._serialized_start=78
+  _globals['_GRAMMARPROCESS']._serialized_end=144
+  _globals['_COMPILEREQUEST']._serialized_start=146
+  _globals['_COMPILEREQUEST']._serialized_end=251
+  _globals['_COMPILEREPLY']._serialized_start=254
+  _globals['_COMPILEREPLY']._serialized_end=469
+  _globals['_MASKHELLO']._serialized_start=472
+  _globals['_MASKHELLO']._serialized_end=622
+  _globals['_MASKHELLOACK']._serialized_start=624
+  _globals['_MASKHELLOACK']._serialized_end=742
+  _globals['_RINGMAPPED']._serialized_start=744
+  _globals['_RINGMAPPED']._serialized_end=772
+  _globals['_BIND']._serialized_start=774
+  _globals['_BIND']._serialized_end=885
+  _globals['_BINDS']._serialized_start=887
+  _globals['_BINDS']._serialized_end=926
+  _globals['_UNBINDS']._serialized_start=928
+  _globals['_UNBINDS']._serialized_end=971
+  _globals['_SAMPLEDTOKENS']._serialized_start=974
+  _globals['_SAMPLEDTOKENS']._serialized_end=1105
+  _globals['_MASKUP']._serialized_start=1108
+  _globals['_MASKUP']._serialized_end=1416
+  _globals['_ENTRYERROR']._serialized_start=1418
+  _globals['_ENTRYERROR']._serialized_end=1462
+  _globals['_MASKENTRIES']._serialized_start=1465
+  _globals['_MASKENTRIES']._serialized_end=1631
+  _globals['_MASKDOWN']._serialized_start=1634
+  _globals['_MASKDOWN']._serialized_end=1835
+  _globals['_GRAMMAR']._serialized_start=2010
+  _globals['_GRAMMAR']._serialized_end=2205
 # @@protoc_insertion_point(module_scope)

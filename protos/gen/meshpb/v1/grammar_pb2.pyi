@@ -20,47 +20,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _GrammarKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
-    GRAMMAR_JSON_SCHEMA: _GrammarKind.ValueType  # 1
-    """text: the schema"""
-    GRAMMAR_JSON_OBJECT: _GrammarKind.ValueType  # 2
-    """text: empty"""
-    GRAMMAR_REGEX: _GrammarKind.ValueType  # 3
-    """text: the expression, matched against the whole output"""
-    GRAMMAR_EBNF: _GrammarKind.ValueType  # 4
-    """text: GBNF-like rules, start rule `root`"""
-    GRAMMAR_CHOICE: _GrammarKind.ValueType  # 5
-    """text: JSON array of strings"""
-    GRAMMAR_STRUCTURAL_TAG: _GrammarKind.ValueType  # 6
-    """text: JSON, XGrammar's format or {"structures", "triggers"}"""
-    GRAMMAR_DSML_TOOLS: _GrammarKind.ValueType  # 7
-    """text: JSON {"tools": [{"name", "parameters"?, "strict"?}], "tool_choice", "parallel"}"""
-
-class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper): ...
-
-GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
-GRAMMAR_JSON_SCHEMA: GrammarKind.ValueType  # 1
-"""text: the schema"""
-GRAMMAR_JSON_OBJECT: GrammarKind.ValueType  # 2
-"""text: empty"""
-GRAMMAR_REGEX: GrammarKind.ValueType  # 3
-"""text: the expression, matched against the whole output"""
-GRAMMAR_EBNF: GrammarKind.ValueType  # 4
-"""text: GBNF-like rules, start rule `root`"""
-GRAMMAR_CHOICE: GrammarKind.ValueType  # 5
-"""text: JSON array of strings"""
-GRAMMAR_STRUCTURAL_TAG: GrammarKind.ValueType  # 6
-"""text: JSON, XGrammar's format or {"structures", "triggers"}"""
-GRAMMAR_DSML_TOOLS: GrammarKind.ValueType  # 7
-"""text: JSON {"tools": [{"name", "parameters"?, "strict"?}], "tool_choice", "parallel"}"""
-Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
-
 class _GrammarVerdict:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -97,6 +56,46 @@ GRAMMAR_BUSY: GrammarVerdict.ValueType  # 6
 Global___GrammarVerdict: _TypeAlias = GrammarVerdict  # noqa: Y015
 
 @_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class GrammarProcess(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
+    GRAMMAR_REV_FIELD_NUMBER: _builtins.int
+    boot: _builtins.int
+    build: _builtins.str
+    grammar_rev: _builtins.str
+    def __init__(
+        self,
+        *,
+        boot: _builtins.int = ...,
+        build: _builtins.str = ...,
+        grammar_rev: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "build", b"build", "grammar_rev", b"grammar_rev"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrammarProcess: _TypeAlias = GrammarProcess  # noqa: Y015
+
+@_typing.final
 class CompileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -104,7 +103,7 @@ class CompileRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     GRAMMAR_REV_FIELD_NUMBER: _builtins.int
-    kind: Global___GrammarKind.ValueType
+    kind: _common_pb2.GrammarKind.ValueType
     text: _builtins.str
     tenant: _builtins.str
     """bounds how much one tenant may queue"""
@@ -113,7 +112,7 @@ class CompileRequest(_message.Message):
     def __init__(
         self,
         *,
-        kind: Global___GrammarKind.ValueType = ...,
+        kind: _common_pb2.GrammarKind.ValueType = ...,
         text: _builtins.str = ...,
         tenant: _builtins.str = ...,
         grammar_rev: _builtins.str = ...,

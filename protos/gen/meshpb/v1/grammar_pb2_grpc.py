@@ -45,6 +45,11 @@ class GrammarStub:
                 request_serializer=meshpb_dot_v1_dot_grammar__pb2.MaskUp.SerializeToString,
                 response_deserializer=meshpb_dot_v1_dot_grammar__pb2.MaskDown.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/v4mesh.v1.Grammar/Watch',
+                request_serializer=meshpb_dot_v1_dot_grammar__pb2.WatchRequest.SerializeToString,
+                response_deserializer=meshpb_dot_v1_dot_grammar__pb2.GrammarProcess.FromString,
+                _registered_method=True)
 
 
 class GrammarServicer:
@@ -65,6 +70,14 @@ class GrammarServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Says once which process this is and goes on until it ends: the scheduler compiles its live grammars again when
+        another answers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GrammarServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_GrammarServicer_to_server(servicer, server):
                     servicer.AttachWorker,
                     request_deserializer=meshpb_dot_v1_dot_grammar__pb2.MaskUp.FromString,
                     response_serializer=meshpb_dot_v1_dot_grammar__pb2.MaskDown.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=meshpb_dot_v1_dot_grammar__pb2.WatchRequest.FromString,
+                    response_serializer=meshpb_dot_v1_dot_grammar__pb2.GrammarProcess.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +152,33 @@ class Grammar:
             '/v4mesh.v1.Grammar/AttachWorker',
             meshpb_dot_v1_dot_grammar__pb2.MaskUp.SerializeToString,
             meshpb_dot_v1_dot_grammar__pb2.MaskDown.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/v4mesh.v1.Grammar/Watch',
+            meshpb_dot_v1_dot_grammar__pb2.WatchRequest.SerializeToString,
+            meshpb_dot_v1_dot_grammar__pb2.GrammarProcess.FromString,
             options,
             channel_credentials,
             insecure,

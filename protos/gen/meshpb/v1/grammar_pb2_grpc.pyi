@@ -37,6 +37,10 @@ class GrammarStub:
     """Idempotent: the same source gives the same grammar_id and verdict. Deadline required."""
     AttachWorker: _grpc.StreamStreamMultiCallable[_grammar_pb2.MaskUp, _grammar_pb2.MaskDown]
     """One per worker group, for life. The worker dials and sends Hello; the service mints attach_id in HelloAck."""
+    Watch: _grpc.UnaryStreamMultiCallable[_grammar_pb2.WatchRequest, _grammar_pb2.GrammarProcess]
+    """Says once which process this is and goes on until it ends: the scheduler compiles its live grammars again when
+    another answers.
+    """
 
 @_typing.type_check_only
 class GrammarAsyncStub(GrammarStub):
@@ -47,6 +51,10 @@ class GrammarAsyncStub(GrammarStub):
     """Idempotent: the same source gives the same grammar_id and verdict. Deadline required."""
     AttachWorker: _aio.StreamStreamMultiCallable[_grammar_pb2.MaskUp, _grammar_pb2.MaskDown]  # type: ignore[assignment]
     """One per worker group, for life. The worker dials and sends Hello; the service mints attach_id in HelloAck."""
+    Watch: _aio.UnaryStreamMultiCallable[_grammar_pb2.WatchRequest, _grammar_pb2.GrammarProcess]  # type: ignore[assignment]
+    """Says once which process this is and goes on until it ends: the scheduler compiles its live grammars again when
+    another answers.
+    """
 
 class GrammarServicer(metaclass=_abc_1.ABCMeta):
     """One process per worker host: checks and compiles grammars, and computes the token masks of bound slots."""
@@ -66,5 +74,15 @@ class GrammarServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_grammar_pb2.MaskDown], _abc.AsyncIterator[_grammar_pb2.MaskDown]]:
         """One per worker group, for life. The worker dials and sends Hello; the service mints attach_id in HelloAck."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _grammar_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_grammar_pb2.GrammarProcess], _abc.AsyncIterator[_grammar_pb2.GrammarProcess]]:
+        """Says once which process this is and goes on until it ends: the scheduler compiles its live grammars again when
+        another answers.
+        """
 
 def add_GrammarServicer_to_server(servicer: GrammarServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -43,6 +43,10 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     INVALID: _Verdict.ValueType  # 9
     POISONED: _Verdict.ValueType  # 10
     """was running at two worker crashes"""
+    BAD_GRAMMAR: _Verdict.ValueType  # 11
+    """the grammar can never work: `place` and `message` say where and why"""
+    GRAMMAR_LATER: _Verdict.ValueType  # 12
+    """it could not be compiled now: busy, out of time, or no grammar service; retry_after_ms"""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -63,6 +67,10 @@ DRAINING: Verdict.ValueType  # 8
 INVALID: Verdict.ValueType  # 9
 POISONED: Verdict.ValueType  # 10
 """was running at two worker crashes"""
+BAD_GRAMMAR: Verdict.ValueType  # 11
+"""the grammar can never work: `place` and `message` say where and why"""
+GRAMMAR_LATER: Verdict.ValueType  # 12
+"""it could not be compiled now: busy, out of time, or no grammar service; retry_after_ms"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 @_typing.final
@@ -113,6 +121,7 @@ class SubmitRequest(_message.Message):
     PAGE_KEYS_FIELD_NUMBER: _builtins.int
     KILL_COUNT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     attach_id: _builtins.int
     """of the gateway's stream: an old one is refused"""
@@ -141,6 +150,10 @@ class SubmitRequest(_message.Message):
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmitChoice]: ...
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def grammar(self) -> _common_pb2.GrammarSource:
+        """absent: unconstrained"""
+
     def __init__(
         self,
         *,
@@ -157,11 +170,12 @@ class SubmitRequest(_message.Message):
         page_keys: _builtins.bytes = ...,
         kill_count: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        grammar: _common_pb2.GrammarSource | None = ...,
         namespace: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attempt", b"attempt", "choices", b"choices", "kill_count", b"kill_count", "namespace", b"namespace", "page_keys", b"page_keys", "params", b"params", "priority", b"priority", "prompt", b"prompt", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "seed", b"seed", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach_id", b"attach_id", "attempt", b"attempt", "choices", b"choices", "grammar", b"grammar", "kill_count", b"kill_count", "namespace", b"namespace", "page_keys", b"page_keys", "params", b"params", "priority", b"priority", "prompt", b"prompt", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "seed", b"seed", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -174,19 +188,27 @@ class SubmitReply(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_REV_FIELD_NUMBER: _builtins.int
     verdict: Global___Verdict.ValueType
     message: _builtins.str
     retry_after_ms: _builtins.int
+    place: _builtins.str
+    """with BAD_GRAMMAR: JSON pointer or position in the source"""
+    grammar_rev: _builtins.str
+    """with ACCEPTED of a constrained request: send it with later attempts"""
     def __init__(
         self,
         *,
         verdict: Global___Verdict.ValueType = ...,
         message: _builtins.str = ...,
         retry_after_ms: _builtins.int = ...,
+        place: _builtins.str = ...,
+        grammar_rev: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "retry_after_ms", b"retry_after_ms", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_rev", b"grammar_rev", "message", b"message", "place", b"place", "retry_after_ms", b"retry_after_ms", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

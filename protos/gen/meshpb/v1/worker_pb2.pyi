@@ -225,6 +225,8 @@ class SlotInit(_message.Message):
     N_EMITTED_FIELD_NUMBER: _builtins.int
     EMITTED_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ID_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     slot_gen: _builtins.int
     request_id: _builtins.bytes
@@ -239,6 +241,10 @@ class SlotInit(_message.Message):
     """i32[], only if constrained or penalised"""
     prompt: _builtins.bytes
     """i32[], only if a penalty reads the prompt"""
+    grammar_id: _builtins.bytes
+    """16 bytes, or empty: unconstrained"""
+    thinking: _builtins.bool
+    """the constraint arms after </think>"""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -255,10 +261,12 @@ class SlotInit(_message.Message):
         n_emitted: _builtins.int = ...,
         emitted: _builtins.bytes = ...,
         prompt: _builtins.bytes = ...,
+        grammar_id: _builtins.bytes = ...,
+        thinking: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "emitted", b"emitted", "n_emitted", b"n_emitted", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "slot_gen", b"slot_gen", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "emitted", b"emitted", "grammar_id", b"grammar_id", "n_emitted", b"n_emitted", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "slot_gen", b"slot_gen", "start", b"start", "thinking", b"thinking"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,6 +417,33 @@ class StepFrame(_message.Message):
 Global___StepFrame: _TypeAlias = StepFrame  # noqa: Y015
 
 @_typing.final
+class RowFault(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """into the frame's rows"""
+    code: _builtins.str
+    """sampling_fault, grammar_failed"""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        code: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "index", b"index", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowFault: _TypeAlias = RowFault  # noqa: Y015
+
+@_typing.final
 class ResultFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -423,6 +458,7 @@ class ResultFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     JIT_COMPILES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    FAULTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     t_start_ns: _builtins.int
     """monotonic clock of the worker"""
@@ -430,7 +466,7 @@ class ResultFrame(_message.Message):
     states: _builtins.bytes
     """u8[n] in row order: 0 chunk without sample, 1 sampled, 2 parked,"""
     counts: _builtins.bytes
-    """3 finished in this frame, 4 finished earlier
+    """3 finished in this frame, 4 finished earlier, 5 failed: `faults` says why
     u8[n]
     """
     tokens: _builtins.bytes
@@ -445,6 +481,10 @@ class ResultFrame(_message.Message):
     """non-empty: this step did not happen and the attachment ends"""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
+    @_builtins.property
+    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowFault]:
+        """one per row in state 5: the choice ends with this error, nothing was sampled"""
+
     def __init__(
         self,
         *,
@@ -459,10 +499,11 @@ class ResultFrame(_message.Message):
         logprobs: _common_pb2.Logprobs | None = ...,
         jit_compiles: _builtins.int = ...,
         error: _builtins.str = ...,
+        faults: _abc.Iterable[Global___RowFault] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "jit_compiles", b"jit_compiles", "logprobs", b"logprobs", "spare_positions", b"spare_positions", "spare_rows", b"spare_rows", "states", b"states", "step", b"step", "t_end_ns", b"t_end_ns", "t_start_ns", b"t_start_ns", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "error", b"error", "faults", b"faults", "jit_compiles", b"jit_compiles", "logprobs", b"logprobs", "spare_positions", b"spare_positions", "spare_rows", b"spare_rows", "states", b"states", "step", b"step", "t_end_ns", b"t_end_ns", "t_start_ns", b"t_start_ns", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
