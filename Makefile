@@ -27,12 +27,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.setup: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[cpu]'
+	$(PIP) -e '.[cpu]' transformers apache-tvm-ffi pydantic
+	$(PIP) --no-deps xgrammar
 	@touch $@
 
 $(VENV)/.setup-dev: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[dev]'
-	$(PIP) --no-deps xgrammar apache-tvm-ffi
+	$(PIP) -e '.[dev,grammar]'
 	@touch $@ $(VENV)/.setup
 
 demo: setup ## Start a mesh, stream one answer, stop, say how to go on
