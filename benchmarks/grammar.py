@@ -34,7 +34,7 @@ from grammar_svc.limits import SourceLimits
 from grammar_svc.servicer import GrammarServicer
 from grammar_svc.session import Kind as Entry
 from grammar_svc.session import Session
-from grammar_svc.sources import Kind, read_source
+from grammar_svc.sources import read_source
 from grammar_svc.verdict import Outcome, SourceError
 from grammar_svc.vocabulary import Vocabulary, read_vocabulary
 from meshkit.config import environment
@@ -42,6 +42,7 @@ from meshkit.health import Health
 from meshkit.obs import Metrics
 from meshkit.server import Serving, start_server
 from meshkit.server import run as run_loop
+from meshkit.types import GrammarKind
 
 TITLE = "grammar service: compile, masks, memory, keyword coverage, random-walk validity"
 SEED = 20260424
@@ -83,7 +84,7 @@ def coverage() -> dict[str, float | int | str]:
     for name, schema, good, bad in cases.KEYWORDS:
         detail = ""
         try:
-            source = read_source(Kind.JSON_SCHEMA, json.dumps(schema), SourceLimits())
+            source = read_source(GrammarKind.JSON_SCHEMA, json.dumps(schema), SourceLimits())
         except SourceError as error:
             verdict, detail = "refused", error.place
         else:
@@ -140,13 +141,13 @@ async def compiles(grammars: Grammars) -> dict[str, float | int | str]:
     cold, inside = [], []
     for schema in cases.SCHEMAS:
         started = time.perf_counter()
-        verdict = await grammars.compile(Kind.JSON_SCHEMA, json.dumps(schema))
+        verdict = await grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(schema))
         cold.append((time.perf_counter() - started) * 1e3)
         assert verdict.outcome is Outcome.OK, verdict
         inside.append(verdict.compile_us / 1e3)
     text = json.dumps(cases.SCHEMAS[0])
-    cached = await timed(lambda: grammars.compile(Kind.JSON_SCHEMA, text), 2000)
-    data = (await grammars._compiles.compile(read_source(Kind.JSON_SCHEMA, text, SourceLimits()))).data
+    cached = await timed(lambda: grammars.compile(GrammarKind.JSON_SCHEMA, text), 2000)
+    data = (await grammars._compiles.compile(read_source(GrammarKind.JSON_SCHEMA, text, SourceLimits()))).data
     started = time.perf_counter()
     for _ in range(20):
         grammars._load(data)
@@ -174,17 +175,17 @@ async def timed(call: Callable[[], Any], times: int) -> float:
 async def bombs(grammars: Grammars, children: Children) -> dict[str, float | int | str]:
     """Thirty patterns in one schema; then a runaway that is killed while typical schemas go on beside it."""
     started = time.perf_counter()
-    bomb = await grammars.compile(Kind.JSON_SCHEMA, json.dumps(cases.thirty_patterns()))
+    bomb = await grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(cases.thirty_patterns()))
     bomb_ms = (time.perf_counter() - started) * 1e3
     started = time.perf_counter()
-    runaway = asyncio.create_task(grammars.compile(Kind.JSON_SCHEMA, json.dumps(cases.runaway())))
+    runaway = asyncio.create_task(grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(cases.runaway())))
     beside, number = [], 0
     while not runaway.done():
         await asyncio.sleep(0.1)
         number += 1
         schema = {"type": "object", "properties": {f"beside{number}": {"type": "string"}}}
         began = time.perf_counter()
-        verdict = await grammars.compile(Kind.JSON_SCHEMA, json.dumps(schema))
+        verdict = await grammars.compile(GrammarKind.JSON_SCHEMA, json.dumps(schema))
         assert verdict.outcome is Outcome.OK, verdict
         beside.append((time.perf_counter() - began) * 1e3)
     verdict = await runaway
@@ -211,7 +212,7 @@ async def many_schemas(children: Children, info: Any, grammar_rev: str, count: i
     for at in range(0, count, 16):
         batch = range(at, min(at + 16, count))
         texts = [json.dumps({"properties": {f"key{n}": {"type": "integer"}}}) for n in batch]
-        verdicts = await asyncio.gather(*(grammars.compile(Kind.JSON_SCHEMA, text) for text in texts))
+        verdicts = await asyncio.gather(*(grammars.compile(GrammarKind.JSON_SCHEMA, text) for text in texts))
         assert all(verdict.outcome is Outcome.OK for verdict in verdicts), verdicts
         peak = max(peak, grammars.bytes)
         if at <= count // 2:
@@ -276,7 +277,7 @@ def engine_cost(grammars: Grammars, vocabulary: Vocabulary, rounds: int) -> dict
     """Processor time of accept + fill per row, sessions alone; and of an entry with three drafts."""
     rng = random.Random(SEED)
     rows = np.zeros((4, vocabulary.words), np.int32)
-    sources = [read_source(Kind.JSON_SCHEMA, json.dumps(schema), SourceLimits()) for schema in cases.SCHEMAS[:8]]
+    sources = [read_source(GrammarKind.JSON_SCHEMA, json.dumps(schema), SourceLimits()) for schema in cases.SCHEMAS[:8]]
     spent = spent_drafts = 0.0
     count = drafted = 0
     while count < rounds * 8:
@@ -376,7 +377,7 @@ def pick(row: Any, rng: random.Random, closing: Iterable[int]) -> int:
     return int(allowed[rng.randrange(len(allowed))])
 
 
-def judged() -> Iterable[tuple[str, Kind, str, Callable[[str], bool]]]:
+def judged() -> Iterable[tuple[str, GrammarKind, str, Callable[[str], bool]]]:
     """Name, kind, source and independent judge of every case."""
     import jsonschema
 
@@ -394,10 +395,10 @@ def judged() -> Iterable[tuple[str, Kind, str, Callable[[str], bool]]]:
         return judge
 
     for index, schema in enumerate(cases.SCHEMAS):
-        yield f"schema {index}", Kind.JSON_SCHEMA, json.dumps(schema), schema_judge(schema)
+        yield f"schema {index}", GrammarKind.JSON_SCHEMA, json.dumps(schema), schema_judge(schema)
     for pattern in cases.REGEXES:
-        yield pattern, Kind.REGEX, pattern, lambda text, p=pattern: re.fullmatch(p, text, re.DOTALL) is not None  # type: ignore[misc]
+        yield pattern, GrammarKind.REGEX, pattern, lambda text, p=pattern: re.fullmatch(p, text, re.DOTALL) is not None  # type: ignore[misc]
     for name, grammar, pattern in cases.GRAMMARS:
-        yield name, Kind.EBNF, grammar, lambda text, p=pattern: re.fullmatch(p, text) is not None  # type: ignore[misc]
-    yield "choice", Kind.CHOICE, json.dumps(cases.CHOICES), lambda text: text in cases.CHOICES
-    yield "object", Kind.JSON_OBJECT, "", schema_judge({"type": "object"})
+        yield name, GrammarKind.EBNF, grammar, lambda text, p=pattern: re.fullmatch(p, text) is not None  # type: ignore[misc]
+    yield "choice", GrammarKind.CHOICE, json.dumps(cases.CHOICES), lambda text: text in cases.CHOICES
+    yield "object", GrammarKind.JSON_OBJECT, "", schema_judge({"type": "object"})

@@ -42,12 +42,13 @@ def main() -> int:
     setup, _ = first
 
     from grammar_svc import compiler
-    from grammar_svc.sources import Kind, Source
+    from grammar_svc.sources import Source
     from grammar_svc.vocabulary import read_vocabulary
+    from meshkit.types import GrammarKind
 
     vocabulary = read_vocabulary(Path(setup["model"]), vocab_size=setup["vocab_size"], eos_ids=tuple(setup["eos_ids"]))
     made = compiler.compiler(compiler.tokenizer_info(vocabulary))
-    compiler.compile_source(made, Source(Kind.JSON_OBJECT, ""))  # tables that the first compile builds
+    compiler.compile_source(made, Source(GrammarKind.JSON_OBJECT, ""))  # tables that the first compile builds
     _limit(setup["memory_bytes"])
     _send(out, pack({"ready": True, "grammar_rev": compiler.revision(vocabulary)}))
     while (message := read(sys.stdin.buffer)) is not None:
@@ -55,7 +56,7 @@ def main() -> int:
         _limit_cpu(header["cpu_s"])
         started = time.perf_counter()
         try:
-            compiled = compiler.compile_source(made, Source(Kind(header["kind"]), body.decode()))
+            compiled = compiler.compile_source(made, Source(GrammarKind(header["kind"]), body.decode()))
             body = compiled.serialize_json().encode()
             spent = round((time.perf_counter() - started) * 1e6)
             answer = pack({"memory": compiled.memory_size_bytes, "us": spent}, body)

@@ -10,8 +10,9 @@ from typing import Any, Final
 import xgrammar
 from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
-from grammar_svc.sources import Kind, Source, grammar_rev
+from grammar_svc.sources import Source, grammar_rev
 from grammar_svc.vocabulary import Vocabulary
+from meshkit.types import GrammarKind
 
 # Characters between two JSON tokens: none to go on for ever. Each further one would cost 0.2 MB and 1 ms per schema.
 MAX_WHITESPACE: Final = 1
@@ -44,20 +45,20 @@ def compiler(info: TokenizerInfo) -> GrammarCompiler:
 def compile_source(made: GrammarCompiler, source: Source) -> CompiledGrammar:
     """Raises one of CompileFailed with the compiler's own words."""
     match source.kind:
-        case Kind.JSON_SCHEMA:
+        case GrammarKind.JSON_SCHEMA:
             return made.compile_json_schema(source.text, max_whitespace_cnt=MAX_WHITESPACE)
-        case Kind.JSON_OBJECT:
+        case GrammarKind.JSON_OBJECT:
             return made.compile_json_schema(ANY_OBJECT, max_whitespace_cnt=MAX_WHITESPACE)
-        case Kind.REGEX:
+        case GrammarKind.REGEX:
             return made.compile_regex(source.text)
-        case Kind.EBNF:
+        case GrammarKind.EBNF:
             return made.compile_grammar(source.text)
-        case Kind.CHOICE:
+        case GrammarKind.CHOICE:
             items = [{"type": "const_string", "value": text} for text in json.loads(source.text)]
             return made.compile_structural_tag({"type": "structural_tag", "format": {"type": "or", "elements": items}})
-        case Kind.STRUCTURAL_TAG:
+        case GrammarKind.STRUCTURAL_TAG:
             return made.compile_structural_tag(source.text)
-        case Kind.DSML_TOOLS:
+        case GrammarKind.DSML_TOOLS:
             return made.compile_structural_tag(dsml_tag(json.loads(source.text)))
 
 

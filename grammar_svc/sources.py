@@ -7,13 +7,13 @@ of `grammar_rev`, which stands for compiler, vocabulary and this module's own ru
 import hashlib
 import re
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final
 
 from grammar_svc.limits import SourceLimits, canonical, check_bytes, parse_json
 from grammar_svc.regexes import check_regex
 from grammar_svc.schemas import normalise
 from grammar_svc.verdict import Outcome, SourceError
+from meshkit.types import GrammarKind
 
 RULES: Final = 3  # raised when the canonical form, or what a canonical form means, changes
 ID_BYTES: Final = 16
@@ -22,23 +22,11 @@ _REPEAT: Final = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
 _STRING: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*')
 
 
-class Kind(IntEnum):
-    """The numbers are those of GrammarKind on the wire."""
-
-    JSON_SCHEMA = 1
-    JSON_OBJECT = 2
-    REGEX = 3
-    EBNF = 4
-    CHOICE = 5
-    STRUCTURAL_TAG = 6
-    DSML_TOOLS = 7
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """A source that may be compiled: `text` is canonical. Equal sources have equal ids."""
 
-    kind: Kind
+    kind: GrammarKind
     text: str
 
     def grammar_id(self, grammar_rev: str) -> bytes:
@@ -55,9 +43,9 @@ def grammar_rev(compiler: str, vocabulary: str) -> str:
 def read_source(kind: int, text: str, limits: SourceLimits) -> Source:
     """Raises SourceError: INVALID naming the place, or TOO_LARGE naming the limit."""
     try:
-        known = Kind(kind)
+        known = GrammarKind(kind)
     except ValueError:
-        raise SourceError(f"kind {kind} is not known; this service has {[k.name for k in Kind]}") from None
+        raise SourceError(f"kind {kind} is not known; this service has {[k.name for k in GrammarKind]}") from None
     try:
         return Source(known, _READERS[known](text, limits))
     except RecursionError:  # a chain of places deeper than any limit allows: the walk itself is bounded by depth
@@ -200,11 +188,11 @@ def _tool(tool: Any, place: str, limits: SourceLimits) -> dict[str, Any]:
 
 
 _READERS: Final = {
-    Kind.JSON_SCHEMA: _json_schema,
-    Kind.JSON_OBJECT: _json_object,
-    Kind.REGEX: _regex,
-    Kind.EBNF: _ebnf,
-    Kind.CHOICE: _choice,
-    Kind.STRUCTURAL_TAG: _structural_tag,
-    Kind.DSML_TOOLS: _dsml_tools,
+    GrammarKind.JSON_SCHEMA: _json_schema,
+    GrammarKind.JSON_OBJECT: _json_object,
+    GrammarKind.REGEX: _regex,
+    GrammarKind.EBNF: _ebnf,
+    GrammarKind.CHOICE: _choice,
+    GrammarKind.STRUCTURAL_TAG: _structural_tag,
+    GrammarKind.DSML_TOOLS: _dsml_tools,
 }

@@ -17,12 +17,12 @@ from meshpb.v1 import grammar_pb2 as pb
 
 from grammar_svc import compiler, wire
 from grammar_svc.ring import map_ring
-from grammar_svc.sources import Kind, Source
+from grammar_svc.sources import Source
 from grammar_svc.vocabulary import read_vocabulary
 from meshkit.channel import open_channel
 from meshkit.errors import BadRequest, WireError
 from meshkit.testing import until
-from meshkit.types import PROTO_REV
+from meshkit.types import PROTO_REV, GrammarKind
 
 MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano"
 EOS, THINK_END, VOCAB, WORDS = 1, 6, 4096, 128
@@ -107,7 +107,7 @@ class Worker:
                 return getattr(down, frame)
 
     async def mask(self):
-        """Kind of the next (single) entry, and the allowed ids of each of its rows."""
+        """GrammarKind of the next (single) entry, and the allowed ids of each of its rows."""
         entries = await self.next()
         (row,), count = np.frombuffer(entries.rows, np.int32), entries.counts[0]
         rows = self.rows[row : row + count] if row >= 0 else np.frombuffer(entries.inline, np.int32).reshape(-1, WORDS)
@@ -202,7 +202,7 @@ async def test_a_bind_waits_for_the_compile(service):
         await worker.hello()
         await worker.map()
         rev = (await compile_(grammar, common_pb2.GRAMMAR_REGEX, "wait{2}")).grammar_rev
-        await worker.bind(Source(Kind.REGEX, text).grammar_id(rev), slot=3)
+        await worker.bind(Source(GrammarKind.REGEX, text).grammar_id(rev), slot=3)
         await worker.bind(known, slot=4)
         entries = await worker.next()
         assert np.frombuffer(entries.slots, np.int32).tolist() == [4]

@@ -10,9 +10,10 @@ from grammar_svc import compiler
 from grammar_svc.limits import SourceLimits
 from grammar_svc.session import Kind as Entry
 from grammar_svc.session import Session
-from grammar_svc.sources import Kind, read_source
+from grammar_svc.sources import read_source
 from grammar_svc.vocabulary import read_vocabulary
 from meshkit.errors import ModelDirError
+from meshkit.types import GrammarKind as Kind
 
 MODEL = Path(compiler.__file__).parents[1] / "meshkit" / "models" / "v4-nano"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"]}

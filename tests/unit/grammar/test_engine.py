@@ -7,7 +7,7 @@ from grammar_svc import compiler
 from grammar_svc.engine import Engine, Facts
 from grammar_svc.ring import Ring, map_ring, remove_stale, ring_row
 from grammar_svc.session import Kind
-from grammar_svc.sources import Kind as Source
+from meshkit.types import GrammarKind
 
 EOS, THINK_END, SLOTS, VERIFY = 256, 257, 4, 3
 ID = b"i" * 16
@@ -32,7 +32,7 @@ class Setup:
             new=compiler.new_matcher,
             **options,
         )
-        self.grammar = small.compile(Source.REGEX, "abc|abd")
+        self.grammar = small.compile(GrammarKind.REGEX, "abc|abd")
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_rebound_slot_begins_anew(setup):
 def test_a_slot_whose_masks_cost_too_much_fails_alone(small):
     now = [0.0]
     setup = Setup(small, cpu_s=lambda: now[0])
-    setup.grammars[ID] = small.compile(Source.REGEX, "a{0,900}")
+    setup.grammars[ID] = small.compile(GrammarKind.REGEX, "a{0,900}")
 
     class Slow:
         """A matcher that takes 30 ms a token."""

@@ -6,8 +6,8 @@ import pytest
 
 from grammar_svc.children import ChildError, Compiled
 from grammar_svc.grammars import REFUSED_S, Grammars
-from grammar_svc.sources import Kind
 from grammar_svc.verdict import Outcome, SourceError
+from meshkit.types import GrammarKind as Kind
 
 
 class Compiler:

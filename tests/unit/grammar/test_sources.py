@@ -6,8 +6,9 @@ import pytest
 
 from grammar_svc.limits import SourceLimits
 from grammar_svc.schemas import ENFORCED, REFUSED
-from grammar_svc.sources import Kind, Source, grammar_rev, read_source
+from grammar_svc.sources import Source, grammar_rev, read_source
 from grammar_svc.verdict import Outcome, SourceError
+from meshkit.types import GrammarKind as Kind
 
 LIMITS = SourceLimits()
 
@@ -59,7 +60,12 @@ def test_spacing_does_not_change_the_id_and_key_order_does():
         (Kind.DSML_TOOLS, {"tools": [{"name": "a b"}]}, Outcome.INVALID, "letters"),
         (Kind.DSML_TOOLS, {"tools": [{"name": "a"}, {"name": "a"}]}, Outcome.INVALID, "one name"),
         (Kind.DSML_TOOLS, {"tools": [{"name": "a"}], "tool_choice": {"name": "b"}}, Outcome.INVALID, "none of"),
-        (Kind.DSML_TOOLS, {"tools": [{"name": "a", "parameters": {"type": "array"}}]}, Outcome.INVALID, "object"),
+        (
+            Kind.DSML_TOOLS,
+            {"tools": [{"name": "a", "parameters": {"type": "array"}}]},
+            Outcome.INVALID,
+            "object",
+        ),
     ],
 )
 def test_limits_and_shapes_come_first(kind, text, outcome, words):
