@@ -6,7 +6,7 @@ for all of them and live here.
 
 import logging
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -31,7 +31,33 @@ class Renderer(Protocol):
         """What is new."""
 
     def closing(self) -> bytes:
-        """Sent once every choice has ended, before [DONE]."""
+        """Sent once every choice has ended; the last of the stream."""
+
+    def keep_alive(self) -> bytes:
+        """Sent while nothing is new."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last of a started stream that ends with an error."""
+
+
+class WholeRenderer(Renderer, Protocol):
+    """A renderer that also makes the answer of requests that are not streamed."""
+
+    def collect(self, updates: list[Update]) -> None:
+        """Take in what is new."""
+
+    def message(self) -> dict[str, Any]:
+        """The whole answer, once every choice has ended."""
+
+
+class OpenAiEvents:
+    """What renderers of OpenAI's older routes and of /generate share: comments between events, [DONE] at the end."""
+
+    def keep_alive(self) -> bytes:
+        return KEEP_ALIVE
+
+    def failure(self, error: ApiError) -> bytes:
+        return event(error.event()) + DONE
 
 
 async def send_events(
@@ -41,23 +67,23 @@ async def send_events(
     stream = EventStream(exchange.request, gateway.guard, exchange.headers, generation.mailbox.__len__)
     try:
         async for updates in generation.updates():
-            data = renderer.render(updates) if updates else KEEP_ALIVE
+            data = b"" if stream.started else renderer.opening()
+            data += renderer.render(updates) if updates else renderer.keep_alive()
             if stream.started:
                 if data:
                     await stream.write(data)
-            elif data := renderer.opening() + data:
+            elif data:
                 await stream.start(data)
                 generation.mailbox.direct = partial(_send_now, generation, renderer, stream)
-        data = renderer.closing() + DONE
         if stream.started:
-            await stream.write(data)
+            await stream.write(renderer.closing())
         else:
-            await stream.start(renderer.opening() + data)
+            await stream.start(renderer.opening() + renderer.closing())
     except ApiError as error:
         if not stream.started:
             raise
         exchange.notes["error"] = error.code
-        await stream.write(event(error.event()) + DONE)
+        await stream.write(renderer.failure(error))
     except ConnectionError:
         raise
     except Exception:
@@ -65,7 +91,7 @@ async def send_events(
             raise
         log.exception("request %s failed inside its stream", exchange.label)
         exchange.notes["error"] = "server_error"
-        await stream.write(event(ApiError(500, "internal error").event()) + DONE)
+        await stream.write(renderer.failure(ApiError(500, "internal error")))
     finally:
         stream.close()
     await stream.end()

@@ -7,16 +7,17 @@ are refused here until the part of the mesh that can promise them exists.
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway.answer import send_events
+from gateway.answer import WholeRenderer, send_events
 from gateway.chat_answer import ChatAnswer, ReasoningMode
 from gateway.encoding import INLINE_CHARS
 from gateway.errors import ApiError, invalid, missing_part
 from gateway.exchange import Exchange, json_response
+from gateway.generation import Generation
 from gateway.schema import ChatRequest, RequestFields
 from gateway.service import Gateway
 from gateway.text.chat_encoding import (
@@ -45,9 +46,18 @@ from gateway.validate import (
 )
 from meshkit.types import NO_LOGPROBS
 
+AnswerMaker = Callable[[Gateway, ChatRequest, Generation, EncodedPrompt], WholeRenderer]
+"""Makes what writes the answer of a conversation in one dialect."""
+
 
 async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
-    body = await gateway.body(exchange, ChatRequest)
+    return await answer_chat(gateway, exchange, await gateway.body(exchange, ChatRequest), _answer)
+
+
+async def answer_chat(
+    gateway: Gateway, exchange: Exchange, body: ChatRequest, answers: AnswerMaker
+) -> web.StreamResponse:
+    """Answer a conversation in the words of whichever dialect makes `answers`."""
     check_model(body.model, gateway.model)
     conversation = conversation_of(gateway, body)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
@@ -70,26 +80,30 @@ async def chat_completions(gateway: Gateway, exchange: Exchange) -> web.StreamRe
         rid=label,
     )
     with gateway.generation(exchange, [job]) as generation:
-        answer = ChatAnswer(
-            generation,
-            gateway.tokenizer,
-            name=f"chatcmpl-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=body.model or gateway.model.name,
-            fingerprint=gateway.fingerprint,
-            logprobs=bool(body.logprobs),
-            token_ids=bool(body.return_token_ids),
-            reasoning=_reasoning_mode(body),
-            thinking=prompt.starts_in == "reasoning",
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
-        )
+        answer = answers(gateway, body, generation, prompt)
         generation.start()
         if body.stream:
             return await send_events(gateway, exchange, generation, answer)
         async for updates in generation.updates():
             answer.collect(updates)
         return json_response(exchange, answer.message())
+
+
+def _answer(gateway: Gateway, body: ChatRequest, generation: Generation, prompt: EncodedPrompt) -> ChatAnswer:
+    return ChatAnswer(
+        generation,
+        gateway.tokenizer,
+        name=f"chatcmpl-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=body.model or gateway.model.name,
+        fingerprint=gateway.fingerprint,
+        logprobs=bool(body.logprobs),
+        token_ids=bool(body.return_token_ids),
+        reasoning=_reasoning_mode(body),
+        thinking=prompt.starts_in == "reasoning",
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+    )
 
 
 def _parser(

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from gateway.answer import OpenAiEvents
 from gateway.generation import Choice, Generation, Update
-from gateway.sse import event, json_text
+from gateway.sse import DONE, event, json_text
 from gateway.text.deltas import CallPiece, Delta, Kind
 from gateway.text.prompt import END_THINK, THINK
 from gateway.text.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ ReasoningMode = Literal["separate", "inline", "dropped"]
 _FIELDS: Mapping[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAiEvents):
     """Builds the answer of one chat request; a `Renderer` when streamed."""
 
     def __init__(
@@ -82,8 +83,8 @@ class ChatAnswer:
 
     def closing(self) -> bytes:
         if not self._include_usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": self._generation.usage()})
+            return DONE
+        return event({**self._head, "choices": [], "usage": self._generation.usage()}) + DONE
 
     def _text(self, index: int, delta: Delta) -> bytes:
         if self._plain:

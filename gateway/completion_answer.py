@@ -7,14 +7,15 @@ built as objects.
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.answer import OpenAiEvents
 from gateway.chat_answer import finite
 from gateway.generation import Choice, Generation, Update
-from gateway.sse import event, json_text
+from gateway.sse import DONE, event, json_text
 from gateway.text.output_parser import Delta
 from gateway.text.tokenizer import Tokenizer
 
 
-class CompletionAnswer:
+class CompletionAnswer(OpenAiEvents):
     """Builds the answer of one completions request; a `Renderer` when streamed."""
 
     def __init__(
@@ -70,8 +71,8 @@ class CompletionAnswer:
 
     def closing(self) -> bytes:
         if not self._include_usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": self._generation.usage()})
+            return DONE
+        return event({**self._head, "choices": [], "usage": self._generation.usage()}) + DONE
 
     def _text(self, index: int, delta: Delta) -> bytes:
         if self._plain:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gateway.answer import send_events
+from gateway.answer import OpenAiEvents, send_events
 from gateway.chat_answer import finite
 from gateway.completions import Prompt, encode_raw, prompts_of, raw_parsers
 from gateway.errors import invalid, missing_part, out_of_range
@@ -19,7 +19,7 @@ from gateway.exchange import Exchange, json_response
 from gateway.generation import Choice, Generation, Job, Update
 from gateway.schema import GenerateRequest, NativeSampling, SamplingFields
 from gateway.service import Gateway
-from gateway.sse import event
+from gateway.sse import DONE, event
 from gateway.text.tokenizer import Tokenizer
 from gateway.validate import (
     Sampling,
@@ -199,7 +199,7 @@ def _spread(name: str, value: T | list[T] | None, count: int, default: T) -> lis
     return [default if value is None else value] * count
 
 
-class NativeAnswer:
+class NativeAnswer(OpenAiEvents):
     """Builds the answer of one /generate request; a `Renderer` when streamed."""
 
     def __init__(
@@ -227,7 +227,7 @@ class NativeAnswer:
         return b""
 
     def closing(self) -> bytes:
-        return b""
+        return DONE
 
     def render(self, updates: list[Update]) -> bytes:
         events: list[bytes] = []
