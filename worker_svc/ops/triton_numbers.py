@@ -31,7 +31,9 @@ def to_e4m3(x):
     if INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -1048576).to(tl.float32, bitcast=True)
-        small = ((x + 24576.0) - 24576.0).to(tl.int32, bitcast=True)  # 1.5 * 2^14: multiples of 2^-9, the subnormal step
+        small = ((x + 24576.0) - 24576.0).to(
+            tl.int32, bitcast=True
+        )  # 1.5 * 2^14: multiples of 2^-9, the subnormal step
         small = (small | (bits & -2147483648)).to(tl.float32, bitcast=True)  # a zero keeps its sign
         return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
     return x.to(tl.float8e4nv)
