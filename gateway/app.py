@@ -73,7 +73,7 @@ class _Entry:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Dispatch one request; whatever happens, it is counted and logged once."""
         metrics = self._gateway.metrics
-        exchange = Exchange(request, _label(request), traceparent=self._traceparent(request))
+        exchange = Exchange(label=_label(request), request=request, traceparent=self._traceparent(request))
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         metrics.http_active += 1
         status = CLIENT_GONE

@@ -16,8 +16,8 @@ from gateway.answer import WholeRenderer, send_events
 from gateway.chat_answer import ChatAnswer, ReasoningMode
 from gateway.encoding import INLINE_CHARS
 from gateway.errors import ApiError, invalid, missing_part
-from gateway.exchange import Exchange, json_response
-from gateway.generation import Generation
+from gateway.exchange import Caller, Exchange, json_response
+from gateway.generation import Generation, Job
 from gateway.schema import ChatRequest, RequestFields
 from gateway.service import Gateway
 from gateway.text.chat_encoding import (
@@ -58,6 +58,19 @@ async def answer_chat(
     gateway: Gateway, exchange: Exchange, body: ChatRequest, answers: AnswerMaker
 ) -> web.StreamResponse:
     """Answer a conversation in the words of whichever dialect makes `answers`."""
+    job, prompt = await chat_job(gateway, exchange, body)
+    with gateway.generation(exchange, [job]) as generation:
+        answer = answers(gateway, body, generation, prompt)
+        generation.start()
+        if body.stream:
+            return await send_events(gateway, exchange, generation, answer)
+        async for updates in generation.updates():
+            answer.collect(updates)
+        return json_response(exchange, answer.message())
+
+
+async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple[Job, EncodedPrompt]:
+    """Check and encode a conversation. Raises ApiError before anything is started."""
     check_model(body.model, gateway.model)
     conversation = conversation_of(gateway, body)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
@@ -70,7 +83,7 @@ async def answer_chat(
     ids = prompt.ids if given is None else given
     stops = StopStrings(sampling.stops)
     job = gateway.job(
-        exchange,
+        caller,
         sampling,
         ids,
         lambda terminals: _parser(gateway, conversation.options, body, prompt, sampling, stops, terminals),
@@ -79,14 +92,7 @@ async def answer_chat(
         priority=priority,
         rid=label,
     )
-    with gateway.generation(exchange, [job]) as generation:
-        answer = answers(gateway, body, generation, prompt)
-        generation.start()
-        if body.stream:
-            return await send_events(gateway, exchange, generation, answer)
-        async for updates in generation.updates():
-            answer.collect(updates)
-        return json_response(exchange, answer.message())
+    return job, prompt
 
 
 def _answer(gateway: Gateway, body: ChatRequest, generation: Generation, prompt: EncodedPrompt) -> ChatAnswer:

@@ -22,16 +22,22 @@ json_bytes = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class Exchange:
-    """Lives as long as its request."""
+class Caller:
+    """Who asks and what is noted about it, whatever the transport. Lives as long as its request."""
 
-    request: web.Request
     label: str  # the client's x-request-id or ours; for logs only
     tenant: str = ""
     traceparent: str = ""
     received_s: float = field(default_factory=time.monotonic)
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)  # of the answer
     notes: dict[str, Any] = field(default_factory=dict)  # sizes for the access log and the span, never text
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange(Caller):
+    """One HTTP request."""
+
+    request: web.Request
 
 
 async def read_body(

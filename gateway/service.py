@@ -14,7 +14,7 @@ import msgspec
 from gateway.config import GatewayConfig
 from gateway.encoding import PromptEncoder
 from gateway.errors import ApiError, invalid, unavailable
-from gateway.exchange import Exchange, read_body
+from gateway.exchange import Caller, Exchange, read_body
 from gateway.generation import Choice, Generation, Job, check_choices_in_flight
 from gateway.limits import Admission
 from gateway.mesh import Mesh
@@ -113,7 +113,7 @@ class Gateway:
 
     def job(
         self,
-        exchange: Exchange,
+        caller: Caller,
         sampling: Sampling,
         prompt: Sequence[int],
         parsers: Callable[[frozenset[int]], OutputParser],
@@ -133,10 +133,10 @@ class Gateway:
         model = self.model
         params, clamped = sampling.for_prompt(len(prompt), model, self.config.max_output_tokens, param)
         if clamped:
-            exchange.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
+            caller.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
         eos = frozenset(model.eos_ids)
         terminals = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos)
-        namespace = namespace_key(exchange.tenant, salt, model.revision, model.kv_layout_id)
+        namespace = namespace_key(caller.tenant, salt, model.revision, model.kv_layout_id)
         return Job(
             request_id=RequestId(os.urandom(16)),
             prompt=prompt,
@@ -146,16 +146,16 @@ class Gateway:
             terminals=terminals,
             eos_ids=eos,
             rid=rid,
-            tenant=exchange.tenant,
+            tenant=caller.tenant,
             priority=priority,
             page_keys=tuple(page_keys(prompt, namespace)),
             namespace=namespace,
         )
 
-    def generation(self, exchange: Exchange, jobs: list[Job]) -> Generation:
-        """Bind jobs to this exchange. Raises 400 for an abort handle that is in flight already."""
+    def generation(self, caller: Caller, jobs: list[Job]) -> Generation:
+        """Bind jobs to this caller. Raises 400 for an abort handle that is in flight already."""
         check_choices_in_flight(sum(len(job.choices) for job in jobs), self.limits)
-        tenant = exchange.tenant
+        tenant = caller.tenant
         rids = list(dict.fromkeys(job.rid for job in jobs if job.rid))
         for rid in rids:
             if (tenant, rid) in self._handles:
@@ -163,11 +163,11 @@ class Gateway:
         for rid in rids:
             self._handles[tenant, rid] = [job.request_id for job in jobs if job.rid == rid]
         self._open |= {job.request_id: tenant for job in jobs}
-        exchange.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
+        caller.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
         generation: Generation
 
         def release() -> None:
-            exchange.notes["output_tokens"] = generation.output_tokens
+            caller.notes["output_tokens"] = generation.output_tokens
             for job in jobs:
                 del self._open[job.request_id]
             for rid in rids:
@@ -179,9 +179,9 @@ class Gateway:
             admission=self.admission,
             metrics=self.metrics,
             limits=self.limits,
-            received_s=exchange.received_s,
+            received_s=caller.received_s,
             tenant=tenant if self.config.api_key_file is not None else "",
-            traceparent=exchange.traceparent,
+            traceparent=caller.traceparent,
             on_close=release,
         )
         return generation

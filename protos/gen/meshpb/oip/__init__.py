@@ -1,0 +1,1 @@
+"""Generated protobuf code; edit protos/meshpb instead."""
