@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshkit.frames import LogprobColumns, ResultFrame, RowState
+from meshkit.frames import LogprobColumns, ResultFrame, RowFault, RowState
 from meshkit.types import PAGE_TOKENS, TokenLogprobs
 from worker_svc.core.plan import Prepared
 from worker_svc.core.table import FrameError, Slot
@@ -23,6 +23,7 @@ class _Columns:
     tokens: list[int] = field(default_factory=list)
     spares: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    faults: list[RowFault] = field(default_factory=list)
 
 
 def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> ResultFrame:
@@ -53,6 +54,7 @@ def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> ResultFra
         spare_rows=np.array([row for row, _ in columns.spares], np.int32),
         spare_positions=np.array([pos for _, pos in columns.spares], np.int32),
         logprobs=_pack_logprobs(columns.logprobs),
+        faults=tuple(columns.faults),
     )
 
 
@@ -64,6 +66,8 @@ def _check(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> None:
         most = 0 if row.slot.finished or row.work is None else row.work.sample_last
         if len(came.tokens) > most or any(not 0 <= token < vocab_size for token in came.tokens):
             raise FrameError("executor", f"slot {row.slot.slot} sampled {came.tokens}, at most {most} were due")
+        if came.fault is not None and (came.tokens or row.work is None or not row.work.sample_last):
+            raise FrameError("executor", f"slot {row.slot.slot} has fault {came.fault.code} where none can be")
 
 
 def _skip(columns: _Columns) -> tuple[int, ...]:
@@ -83,6 +87,11 @@ def _book_row(index: int, slot: Slot, work: RowWork, outcome: RowOutcome, column
         return ()
     if not outcome.tokens:
         slot.length, slot.next = end - 1, last
+        if outcome.fault is not None:
+            slot.finished = slot.failed = True
+            columns.states.append(RowState.FAILED)
+            columns.faults.append(RowFault(index, *outcome.fault))
+            return ()
         slot.fed -= 1
         columns.states.append(RowState.PARKED)
         return ()

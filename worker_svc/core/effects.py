@@ -18,6 +18,14 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Freed:
+    """A constrained slot of this generation is gone: its grammar session may end."""
+
+    slot: int
+    slot_gen: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ran:
     """The oldest outstanding Run ended: `outcome`, or None and what went wrong; then the step did not happen."""
 

@@ -17,6 +17,7 @@ from worker_svc.core.work import CopyWork, RowWork, StepWork, TailWork
 from worker_svc.core.work import SlotInit as InitWork
 
 MAX_GEN = (1 << 63) - 1
+ID_BYTES = 16
 
 
 @dataclass(slots=True)
@@ -181,6 +182,12 @@ def _stops(table: SlotTable, params: SamplingParams) -> frozenset[int]:
 def _init(table: SlotTable, init: SlotInit) -> InitWork:
     if not 0 < init.slot_gen <= MAX_GEN or init.start < 0 or init.n_emitted < 0 or init.params.max_tokens < 1:
         raise FrameError("bad_init", f"slot_init of slot {init.slot}: gen, start, n_emitted or max_tokens out of range")
+    if init.grammar_id and not (len(init.grammar_id) == ID_BYTES and len(init.emitted) == init.n_emitted):
+        raise FrameError(
+            "bad_init",
+            f"slot_init of slot {init.slot}: a grammar needs {ID_BYTES} bytes of id ({len(init.grammar_id)} came) and "
+            f"all {init.n_emitted} emitted ids ({len(init.emitted)} came)",
+        )
     table.add(
         Slot(
             slot=init.slot,
@@ -190,6 +197,7 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
             choice=init.choice,
             params=init.params,
             stops=_stops(table, init.params),
+            constrained=bool(init.grammar_id),
             length=init.start,
             fed=init.start,
             n_emitted=init.n_emitted,
@@ -200,6 +208,7 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
     )
     return InitWork(
         slot=init.slot,
+        slot_gen=init.slot_gen,
         params=init.params,
         seed=init.seed,
         choice=init.choice,
@@ -208,6 +217,8 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
         stops=table.slots[init.slot].stops,
         emitted=init.emitted,
         prompt=init.prompt,
+        grammar_id=init.grammar_id,
+        thinking=init.thinking,
     )
 
 

@@ -55,8 +55,16 @@ class ResidentSlots:
             spare=row.spare,
         )
 
-    def advance(self, row: RowWork, tokens: tuple[int, ...]) -> int:
-        """Book what a resolved row sampled. Returns the position at which its spare must be refreshed now, 0 = not."""
+    def ended(self, slot: int) -> bool:
+        """True once the slot's last token was booked, or a fault."""
+        place = self.places.get(slot)
+        return place is not None and place.finished
+
+    def advance(self, row: RowWork, tokens: tuple[int, ...], *, failed: bool = False) -> int:
+        """Book what a resolved row sampled; `failed`: nothing, and the slot ends.
+
+        Returns the position at which its spare must be refreshed now, 0 = not.
+        """
         place = self.places.get(row.slot)
         if place is None:  # a row by hand, on a slot that was never given to anybody
             return 0
@@ -66,7 +74,7 @@ class ResidentSlots:
             return 0
         sure = len(row.ids) - row.sample_last  # ids in front of the first sampled place
         if not tokens:
-            place.length, place.next = row.start + sure, row.ids[sure]
+            place.length, place.next, place.finished = row.start + sure, row.ids[sure], failed
             return 0
         place.n_emitted += len(tokens)
         place.length = row.start + sure + len(tokens)

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from meshkit.core import Closed, Count, Opened, Received, Tick, WakeAt
-from meshkit.frames import Heartbeat, ResultFrame, StepFrame, WorkerHello
+from meshkit.frames import Heartbeat, ResultFrame, RowState, StepFrame, WorkerHello
 from meshkit.types import PROTO_REV, ModelInfo
 from meshkit.uplink import MS, NEVER, Change, LinkTiming, Uplink
 from worker_svc.core.book import book
 from worker_svc.core.dump import dump_frames
-from worker_svc.core.effects import Ran, Run
+from worker_svc.core.effects import Freed, Ran, Run
 from worker_svc.core.plan import Prepared, highest_gen, must_wait, named_slots, prepare, publish, touched_slots
 from worker_svc.core.table import FrameError, PoolConfig, Slot, SlotTable
 from worker_svc.core.work import StepOutcome
@@ -169,10 +171,14 @@ class SlotMachine:
         if self._idle:
             if self._link.attached and not self._dumped:
                 self._dumped, self._lost_ns = True, None
+                # Who adopts a slot cannot see a fault in it: it starts over elsewhere and meets the fault again.
+                for slot in [slot for slot in self.table.slots.values() if slot.failed]:
+                    self._drop_slot(slot, out)
                 for chunk in dump_frames(self.table):
                     self._link.send(chunk, out)
             elif not self._link.attached and self._lost_ns is not None:
                 self._expire(self._lost_ns, now_ns, out)
+        out.extend(Freed(number, gen) for number, gen in self.table.take_released())
         wish = self._link.next_wake_ns()
         if self._lost_ns is not None and self._idle and not self._link.attached:
             wish = min(wish, self._lost_ns + self.config.park_ns)
@@ -236,6 +242,9 @@ class SlotMachine:
         except FrameError as error:
             self._fail(held, error, named_slots, now_ns, out)
             return True
+        if parked := int(np.count_nonzero(result.states == RowState.PARKED)):
+            out.append(Count("rows_parked", parked))
+        out.extend(Count(f"row_fault_{fault.code}") for fault in result.faults)
         self.table.booked(held.frame.publishes, held.frame.publish_tails)
         if held.attach_id == self._link.attach_id:
             self._link.send(result, out)

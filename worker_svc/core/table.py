@@ -50,6 +50,7 @@ class Slot:
     choice: int
     params: SamplingParams
     stops: frozenset[int]
+    constrained: bool = False
     length: int
     n_emitted: int
     last_ids: deque[int]
@@ -58,6 +59,7 @@ class Slot:
     sampling: int = 0  # launched steps that sample for it and are not booked yet
     next: int = -1  # -1: the prompt is not through yet
     finished: bool = False
+    failed: bool = False  # finished by a fault
     spare: int = -1
     spare_pos: int = 0  # 0: the spare holds nothing
     fresh_from: int = 0  # window rows below do not exist: start of an exact replay, else 0
@@ -77,6 +79,7 @@ class SlotTable:
         self._coming_tails: dict[int, int] = {}
         self.max_gen = 0
         self._last_gen: dict[int, int] = {}
+        self._released: list[tuple[int, int]] = []
         self._refs = [0] * (pools.pages * pools.ranks)
 
     def slot(self, number: int, field: str) -> Slot:
@@ -122,6 +125,13 @@ class SlotTable:
         del self.slots[slot.slot]
         for page in slot.pages:
             self._refs[page] -= 1
+        if slot.constrained:
+            self._released.append((slot.slot, slot.gen))
+
+    def take_released(self) -> list[tuple[int, int]]:
+        """(slot, gen) of the constrained slots dropped since the last call."""
+        released, self._released = self._released, []
+        return released
 
     def append(self, slot: Slot, page: int) -> None:
         """Next page of a slot's table."""

@@ -9,7 +9,7 @@ Order inside a step: inits, copies, tail_loads, forward (saves gather layer by l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from meshkit.types import SamplingParams, TokenLogprobs
 
@@ -19,14 +19,17 @@ class SlotInit:
     """A slot starts serving a choice: reset ring, compressor state and sampler state."""
 
     slot: int
+    slot_gen: int = 0
     params: SamplingParams
     seed: int  # 64 bit
     choice: int
     n_emitted: int  # output position of the next sampled token
     start: int = 0  # tokens committed already
     stops: frozenset[int] = frozenset()  # ids that end the slot; so does params.max_tokens
-    emitted: tuple[int, ...] = ()  # only if a penalty reads output
+    emitted: tuple[int, ...] = ()  # all output ids, if the slot is constrained or a penalty reads output
     prompt: tuple[int, ...] = ()  # only if a penalty reads the prompt
+    grammar_id: bytes = b""  # 16 bytes: every token needs a mask; empty: unconstrained
+    thinking: bool = False  # the constraint arms after </think>
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +84,27 @@ class StepWork:
     saves: tuple[TailWork, ...] = ()  # start < pos <= start + len of that slot's row: gathered inside the forward
 
 
+SAMPLING_FAULT = "sampling_fault"
+GRAMMAR_FAILED = "grammar_failed"
+
+
+class Fault(NamedTuple):
+    """Why a choice cannot go on. Codes: those of `meshkit.frames.RowFault`."""
+
+    code: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class RowOutcome:
     """Sampled tokens of one row, in position order; logprobs one per token, or empty if the row did not ask.
 
-    No tokens: a chunk without sample, a parked row, or a decode row of a slot that had ended."""
+    No tokens: a chunk without sample, a parked row, or a decode row of a slot that had ended. With a fault there are
+    none either and the slot has ended."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from meshkit.frames import (
     PublishedPage,
     PublishedTail,
     ResultFrame,
+    RowFault,
     RowState,
     SlotCopy,
     SlotFree,
@@ -27,10 +28,10 @@ from meshkit.frames import (
 )
 from meshkit.types import ModelInfo, RequestId, SamplingParams, TokenLogprobs
 from worker_svc.core.dump import dump_frames
-from worker_svc.core.effects import Ran, Run
+from worker_svc.core.effects import Freed, Ran, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
-from worker_svc.core.work import RowOutcome, StepOutcome, TailWork
+from worker_svc.core.work import GRAMMAR_FAILED, Fault, RowOutcome, StepOutcome, TailWork
 
 MS = 1_000_000
 EOS = 1
@@ -96,8 +97,9 @@ def faults(effects):
     return [effect.name for effect in only(effects, Count) if effect.fault]
 
 
-def init(slot=0, gen=1, start=0, n_emitted=0, **params):
+def init(slot=0, gen=1, start=0, n_emitted=0, grammar=None, **params):
     return SlotInit(
+        **(grammar or {}),
         slot=slot,
         slot_gen=gen,
         request_id=RID,
@@ -553,3 +555,77 @@ def test_spare_survives_replacement_in_the_frame_that_publishes_the_old_one(rig)
         publish_tails=(PublishedTail(3, 0),),
     )
     assert rig.slot().spare == 4 and rig.machine.table.tails == {3: 0}
+
+
+GRAMMAR = {"grammar_id": b"g" * 16}
+FAULT = Fault(GRAMMAR_FAILED, "outside the grammar")
+
+
+def fails(rig, **fields):
+    """A frame of one row, which fails; returns (result, effects)."""
+    (run,) = only(rig.frame(**fields), Run)
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((), fault=FAULT),) * len(run.work.rows), t_start_ns=1, t_end_ns=2)))
+    (result,) = sent(out, ResultFrame)
+    return result, out
+
+
+def test_a_grammar_reaches_the_executor_and_its_end_the_shell(rig):
+    grammar = {**GRAMMAR, "thinking": True, "emitted": (7, 8)}
+    work, _, out = rig.step(5, **start_frame(grammar=grammar, n_emitted=2))
+    (started,) = work.inits
+    assert (started.slot_gen, started.grammar_id, started.thinking, started.emitted) == (1, b"g" * 16, True, (7, 8))
+    assert not only(out, Freed)
+    rig.step(6, slots=i32(0))
+    assert only(rig.frame(frees=(SlotFree(0, 1),)), Freed) == [Freed(0, 1)]
+    rig.step(5, **start_frame(gen=2))
+    assert not only(rig.frame(frees=(SlotFree(0, 2),)), Freed)  # it had no grammar
+
+
+def test_a_fault_ends_its_slot_and_no_other(rig):
+    rig.step(5, **start_frame(grammar=GRAMMAR))
+    rig.step(5, **start_frame(slot=1, gen=2, pages=(1,)))
+    (run,) = only(rig.frame(slots=i32(0, 1)), Run)
+    (behind,) = only(rig.frame(slots=i32(1, 0)), Run)
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((), fault=FAULT), RowOutcome((9,))))))
+    (result,) = sent(out, ResultFrame)
+    assert result.states.tolist() == [RowState.FAILED, RowState.SAMPLED] and result.tokens.tolist() == [9]
+    assert result.faults == (RowFault(0, GRAMMAR_FAILED, "outside the grammar"),)
+    assert (rig.slot().length, rig.slot().finished) == (10, True)
+    assert [effect.name for effect in only(out, Count)] == ["row_fault_grammar_failed"] and not faults(out)
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((4,)), RowOutcome(())))))
+    assert sent(out, ResultFrame)[0].states.tolist() == [RowState.SAMPLED, RowState.FINISHED_BEFORE]
+    assert len(run.work.rows) == len(behind.work.rows) == 2
+    rig.step(4, slots=i32(1))
+    assert rig.slot(1).n_emitted == 4
+
+
+def test_a_failed_slot_is_in_no_dump(rig):
+    fails(rig, **start_frame(grammar=GRAMMAR))
+    out = rig(Closed(rig.conn))
+    rig.now += 2000 * MS
+    assert 0 in rig.machine.table.slots
+    out = rig.attach(78)
+    assert 0 not in rig.machine.table.slots and only(out, Freed) == [Freed(0, 1)]
+    assert not [slot for dump in sent(out, Dump) for slot in dump.slots]
+
+
+def test_rows_without_a_mask_are_counted(rig):
+    rig.step(5, **start_frame(grammar=GRAMMAR))
+    _, result, out = rig.step(None, slots=i32(0))
+    assert result.states.tolist() == [RowState.PARKED]
+    assert [(effect.name, effect.amount) for effect in only(out, Count)] == [("rows_parked", 1)]
+
+
+@pytest.mark.parametrize(
+    "grammar", [{"grammar_id": b"short"}, {**GRAMMAR, "emitted": (7,)}, {**GRAMMAR, "emitted": (7, 8, 9)}]
+)
+def test_a_grammar_needs_its_id_and_all_emitted_ids(rig, grammar):
+    out = rig.frame(**start_frame(grammar=grammar, n_emitted=2))
+    assert faults(out) == ["frame_error_bad_init"]
+
+
+def test_a_fault_beside_tokens_or_without_a_sample_breaks_the_executors_promise(rig):
+    rig.step(5, **start_frame())
+    rig.frame(slots=i32(0))
+    out = rig(Ran(StepOutcome(rows=(RowOutcome((4,), fault=FAULT),))))
+    assert faults(out) == ["frame_error_executor"]
