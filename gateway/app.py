@@ -5,9 +5,7 @@
 
 import asyncio
 import logging
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
@@ -17,21 +15,19 @@ from gateway import routes
 from gateway.access import KeyRing
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.exchange import Exchange, error_response
+from gateway.exchange import Exchange, error_response, label_of, trace_of
 from gateway.http_server import SERVER_NAME
 from gateway.mesh import Mesh
 from gateway.service import Gateway
+from gateway.spans import record_request
 from gateway.text.tokenizer import Tokenizer
 from meshkit.api_keys import read_api_keys
-from meshkit.obs import Tracing, kv, new_traceparent
+from meshkit.obs import Tracing, kv
 
 GATEWAY = web.AppKey("gateway", Gateway)
 CLIENT_GONE = 499
 
 log = logging.getLogger("gateway.access")
-
-_LABEL = re.compile(r"[\x20-\x7e]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def build_app(
@@ -73,7 +69,9 @@ class _Entry:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Dispatch one request; whatever happens, it is counted and logged once."""
         metrics = self._gateway.metrics
-        exchange = Exchange(label=_label(request), request=request, traceparent=self._traceparent(request))
+        exchange = Exchange(
+            label=label_of(request.headers), request=request, traceparent=trace_of(request.headers, self._tracing)
+        )
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         metrics.http_active += 1
         status = CLIENT_GONE
@@ -105,13 +103,6 @@ class _Entry:
             exchange.notes["model"] = match.model
         return await match.route.handler(self._gateway, exchange)
 
-    def _traceparent(self, request: web.Request) -> str:
-        """The caller's trace, a new one when we trace, else none."""
-        given = request.headers.get("traceparent", "")
-        if _TRACEPARENT.fullmatch(given):
-            return given
-        return new_traceparent() if self._tracing.enabled else ""
-
     def _book(self, exchange: Exchange, match: routes.Match | None, status: int) -> None:
         """Metrics, access log and span of a finished exchange."""
         seconds = time.monotonic() - exchange.received_s
@@ -131,29 +122,8 @@ class _Entry:
             extra=kv(request=exchange.label, seconds=round(seconds, 3), tokens=_tokens(exchange)),
         )
         if self._tracing.enabled and match is not None and match.route.operation:
-            self._span(exchange, match.route.operation, status, seconds)
-
-    def _span(self, exchange: Exchange, operation: str, status: int, seconds: float) -> None:
-        name = self._gateway.model.name
-        attributes: dict[str, str | int | float | bool] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "deepseek",
-            "gen_ai.request.model": name,
-            "gen_ai.usage.input_tokens": exchange.notes.get("prompt_tokens", 0),
-            "gen_ai.usage.output_tokens": exchange.notes.get("output_tokens", 0),
-            "http.response.status_code": status,
-        }
-        if "error" in exchange.notes:
-            attributes["error.type"] = str(exchange.notes["error"])
-        end = time.monotonic_ns()
-        start = end - int(seconds * 1e9)
-        self._tracing.record(f"{operation} {name}", exchange.traceparent, start, end, attributes)
-
-
-def _label(request: web.Request) -> str:
-    """The client's x-request-id if it is sound, else one of ours. For logs only."""
-    given = request.headers.get("x-request-id", "")
-    return given if _LABEL.fullmatch(given) else uuid.uuid4().hex
+            name = self._gateway.model.name
+            record_request(self._tracing, exchange, name, match.route.operation, status, seconds)
 
 
 def _tokens(exchange: Exchange) -> str:

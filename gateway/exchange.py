@@ -5,7 +5,10 @@ application's; what a body means is the handlers'.
 """
 
 import asyncio
+import re
 import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +18,7 @@ from aiohttp import web
 from gateway.errors import ApiError, invalid
 from gateway.limits import Admission, Limits
 from gateway.schema import BodyDecoder
+from meshkit.obs import Tracing, new_traceparent
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -29,6 +33,7 @@ class Caller:
     tenant: str = ""
     traceparent: str = ""
     received_s: float = field(default_factory=time.monotonic)
+    deadline_s: float | None = None  # seconds from then on that the caller allows, where the transport says so
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
     notes: dict[str, Any] = field(default_factory=dict)  # sizes for the access log and the span, never text
 
@@ -38,6 +43,24 @@ class Exchange(Caller):
     """One HTTP request."""
 
     request: web.Request
+
+
+_LABEL = re.compile(r"[\x20-\x7e]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def label_of(headers: Mapping[str, str]) -> str:
+    """The client's x-request-id if it is sound, else one of ours. For logs only."""
+    given = headers.get("x-request-id", "")
+    return given if _LABEL.fullmatch(given) else uuid.uuid4().hex
+
+
+def trace_of(headers: Mapping[str, str], tracing: Tracing) -> str:
+    """The caller's trace, a new one when we trace, else none."""
+    given = headers.get("traceparent", "")
+    if _TRACEPARENT.fullmatch(given):
+        return given
+    return new_traceparent() if tracing.enabled else ""
 
 
 async def read_body(
