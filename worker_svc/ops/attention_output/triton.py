@@ -1,0 +1,59 @@
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disable-error-code="import-untyped"
+"""Inverse rotation and FP8 quantisation of attention outputs: one program per token and few heads.
+
+A head is four blocks of 128 values; the last 64 of the last block turn back. Bound by memory: 1 KB in, 512 bytes out.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker_svc.ops.triton_numbers import pow2_scale
+from worker_svc.ops.triton_rows import codes_of, inverse
+
+HEADS = 4
+
+
+@triton.jit
+def _kernel(
+    o,
+    turns,
+    positions,
+    codes,
+    scale,
+    scale_token,
+    scale_group,
+    scale_column,
+    heads,
+    per_group,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0)
+    block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)  # of 128 values; 4 a head
+    known = (block < heads * 4)[:, None]
+    place = tl.arange(0, 128)[None, :]
+    source = o + (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
+    x = tl.load(source + place, mask=known, other=0.0).to(tl.float32)
+    turning = known & (block % 4 == 3)[:, None] & (place >= 64)
+    other = tl.load(source + (place ^ 1), mask=turning, other=0.0).to(tl.float32)
+    turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
+    angle = turn + (place - 64) // 2 * 2 + block[:, None] * 0
+    cos = tl.load(angle, mask=turning, other=1.0)
+    sin = tl.load(angle + 1, mask=turning, other=0.0)
+    y = x * cos + other * tl.where(place % 2 == 0, sin, -sin)
+    factor = pow2_scale(tl.max(tl.abs(y), 1))
+    target = codes + (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
+    tl.store(target + place, codes_of(y, inverse(factor)[:, None]), mask=known)
+    group = block // (per_group * 4)
+    column = block % (per_group * 4)
+    address = scale + token.to(tl.int64) * scale_token + group.to(tl.int64) * scale_group
+    tl.store(address + column.to(tl.int64) * scale_column, factor, mask=block < heads * 4)
+
+
+def attention_output(o: Tensor, turns: Tensor, positions: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """See the door."""
+    tokens, heads = o.shape[:2]
+    _kernel[(tokens, triton.cdiv(heads, HEADS))](
+        o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=HEADS, num_warps=4
+    )
