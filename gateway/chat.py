@@ -1,19 +1,20 @@
 """POST /v1/chat/completions: from the body to a generation.
 
 Checks everything that needs no text first, then encodes the conversation, then starts. Prompts are
-`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s. Calls that must be made and constrained output
-are refused here until the part of the mesh that can promise them exists.
+`gateway.text.chat_encoding`'s, the answer's JSON is `chat_answer`'s, what the answer must look like is `constraints`'
+and `tool_rules`'.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
 
 from gateway.answer import WholeRenderer, send_events
 from gateway.chat_answer import ChatAnswer, ReasoningMode
+from gateway.constraints import Constraint, format_of, format_schema
 from gateway.encoding import INLINE_CHARS
 from gateway.errors import ApiError, invalid, missing_part
 from gateway.exchange import Caller, Exchange, json_response
@@ -23,15 +24,15 @@ from gateway.service import Gateway
 from gateway.text.chat_encoding import (
     ChatOptions,
     EncodedPrompt,
-    ToolChoice,
     encode_chat,
     parse_messages,
     parse_tools,
     resolve_thinking,
 )
-from gateway.text.chat_messages import ChatError, Message, ToolSpec
+from gateway.text.chat_messages import ChatError, Message
 from gateway.text.output_parser import OutputParser
 from gateway.text.stop_strings import StopStrings
+from gateway.tool_rules import ToolRule, tool_rule
 from gateway.validate import (
     Sampling,
     check_ids,
@@ -42,7 +43,6 @@ from gateway.validate import (
     check_sampling,
     check_stream,
     check_top_logprobs,
-    constraints_of,
 )
 from meshkit.types import NO_LOGPROBS
 
@@ -76,8 +76,9 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
     given = _given_ids(gateway, body)
-    sampling = _check(gateway, body, conversation.options)
-    _refuse_missing(body, conversation)
+    sampling = _check(gateway, body)
+    constraint = conversation.constraint(body, sampling.constraint)
+    _refuse_missing(body)
     gateway.check_ready()
     prompt = await conversation.encode(gateway)
     ids = prompt.ids if given is None else given
@@ -91,6 +92,8 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
         salt=salt,
         priority=priority,
         rid=label,
+        constraint=constraint,
+        thinking=prompt.starts_in == "reasoning",
     )
     return job, prompt
 
@@ -133,15 +136,25 @@ def _parser(
         min_tokens=sampling.params.min_tokens,
         tools=options.tools if options.tools_active and options.task is None else (),
         parallel_calls=body.parallel_tool_calls is not False,
+        exact=sampling.constraint is not None,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and options, checked; `encode` makes the prompt."""
+    """Messages, options and which tools may be called, checked; `encode` makes the prompt."""
 
     messages: tuple[Message, ...]
     options: ChatOptions
+    rule: ToolRule
+
+    def constraint(self, body: ChatRequest, answer: Constraint | None) -> Constraint | None:
+        """What the whole output must look like; `answer`, what its content must where no tool is called."""
+        if self.options.task is not None:  # a quick task's answer never is a call
+            if self.rule.forced:
+                raise invalid("tool_choice", "tool_choice asks for a call, but the answer of a task is text alone")
+            return answer
+        return self.rule.constraint(parallel=body.parallel_tool_calls is not False, answer=answer)
 
     async def encode(self, gateway: Gateway, *, bounded: bool = True) -> EncodedPrompt:
         """`bounded`: 400 for more than the context holds, without encoding the rest."""
@@ -181,26 +194,29 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
         )
     except ChatError as error:
         raise invalid(error.param, error.message) from None
+    rule = tool_rule(body.tool_choice, tools)
+    wanted = body.response_format
+    kind = "text" if wanted is None else format_of(wanted)
     options = ChatOptions(
         thinking=mode.thinking,
         effort=mode.effort,
         effort_revision=model.effort_revision,
         tools=tools,
-        tool_choice=_tool_choice(body.tool_choice, tools),
+        tool_choice=rule.choice,
+        response_format=kind,
+        response_schema=format_schema(wanted) if kind == "json_schema" else None,
         continue_final_message=bool(body.continue_final_message),
         task=body.task,
     )
-    return Conversation(messages, options)
+    return Conversation(messages, options, rule)
 
 
-def _check(gateway: Gateway, body: ChatRequest, options: ChatOptions) -> Sampling:
+def _check(gateway: Gateway, body: ChatRequest) -> Sampling:
     """Everything that needs no text."""
     if body.modalities and body.modalities != ["text"]:
         raise invalid("modalities", f"modalities = {body.modalities}: this model writes text only")
     if body.audio is not None:
         raise invalid("audio", "audio: this model writes text only")
-    if options.tool_choice in ("required", "named") and (given := constraints_of(body)):
-        raise invalid(given[0], f"{given[0]} and a tool_choice that asks for a call cannot both shape the answer")
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs without logprobs: set logprobs to true or leave it out")
@@ -220,31 +236,8 @@ def _given_ids(gateway: Gateway, body: ChatRequest) -> list[int] | None:
     return list(check_ids(body.input_ids, gateway.model.vocab_size, "input_ids"))
 
 
-def _tool_choice(choice: object, tools: Sequence[ToolSpec]) -> ToolChoice:
-    """What the client wants called; a tool that is named must be among `tools`."""
-    if choice is None or choice == "auto":
-        return "auto"
-    if choice == "none":
-        return "none"
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        raise missing_part("tool_choice", "choosing among some of the tools", "grammar_svc")
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice != "required" and not isinstance(name, str):
-        raise invalid("tool_choice", "tool_choice must be none, auto, required or {type: function, function: {name}}")
-    if not tools:
-        raise invalid("tool_choice", "tool_choice asks for a tool, but tools is empty")
-    if name is None:
-        return "required"
-    if name not in [tool.name for tool in tools]:
-        raise invalid("tool_choice", f"tool_choice names {name[:80]!r}, which is not among tools")
-    return "named"
-
-
-def _refuse_missing(body: ChatRequest, conversation: Conversation) -> None:
-    """501 for what is documented and cannot be kept: only a grammar can make the model call a tool."""
-    if conversation.options.tool_choice in ("required", "named"):
-        raise missing_part("tool_choice", "a call that must be made", "grammar_svc")
+def _refuse_missing(body: ChatRequest) -> None:
+    """501 for what is documented and not there."""
     if body.functions:
         raise ApiError(501, "functions: the deprecated form of tools is not supported; use tools", param="functions")
     if body.web_search_options is not None:

@@ -61,6 +61,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
                 salt=salt,
                 priority=priority,
                 rid=label,
+                constraint=sampling.constraint,
             )
         )
     with gateway.generation(exchange, jobs) as generation:

@@ -26,7 +26,10 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success. `headers` are sent with it; `retry_after_s` becomes Retry-After."""
+    """An answer other than success. `headers` are sent with it; `retry_after_s` becomes Retry-After.
+
+    `place` says where in the value of `param` the fault is: a JSON pointer or a position.
+    """
 
     def __init__(
         self,
@@ -37,8 +40,10 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
+        place: str = "",
     ) -> None:
         super().__init__(message)
+        self.place = place
         self.status = status
         self.message = message
         self.param = param
@@ -50,11 +55,15 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON object of a response that is nothing but this error."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": self._fields(self.code)}
 
     def event(self) -> dict[str, Any]:
         """The JSON object inside a stream that has started: there the status travels as `code`."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}}
+        return {"error": self._fields(self.status)}
+
+    def _fields(self, code: str | int) -> dict[str, Any]:
+        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": code}
+        return {**fields, "place": self.place} if self.place else fields
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:
@@ -96,10 +105,13 @@ def refused(verdict: Verdict, message: str, retry_after_ms: int) -> ApiError:
 
 
 _ENDED = {"journal_full": QueueFull, "request_poisoned": Poisoned}
+_FAULTS = ("sampling_fault", "grammar_failed")  # of one row, in the worker
 
 
 def ended(code: str, message: str) -> ApiError:
     """A choice that ended with an error after it was accepted."""
+    if code in _FAULTS:
+        return ApiError(500, message or "generation failed", code=code)
     kind = _ENDED.get(code) or BY_CODE.get(code.upper(), MeshError)
     return _from_mesh(kind(message or "generation failed"))
 

@@ -1,7 +1,8 @@
 """POST or PUT /generate: SGLang's native dialect. Raw text or ids in; text, ids and meta_info out.
 
 Its names are mapped to the common sampling fields, so that ranges are checked once for all dialects; error messages
-use the client's names. Streams are cumulative unless the gateway is told otherwise.
+use the client's names. Streams are cumulative unless the gateway is told otherwise. With `require_reasoning` the prompt
+ends inside a thought, and a constraint is for what follows it.
 """
 
 import uuid
@@ -90,6 +91,8 @@ async def generate(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
                 salt=salt,
                 priority=priority,
                 rid=item.rid,
+                constraint=item.sampling.constraint,
+                thinking=bool(body.require_reasoning),
             )
         )
     batched = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gateway.constraints import Constraint
 from gateway.errors import ApiError, ended, refused, unavailable
 from gateway.journal.events import Emit, Ended, Refused, Start
 from gateway.limits import Admission, Limits
 from gateway.mesh import Answer, Mailbox, Mesh
 from gateway.metrics import GatewayMetrics
 from gateway.text.output_parser import Delta, OutputParser
-from meshkit.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from meshkit.frames import Verdict
+from meshkit.types import FinishReason, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
 KEEP_ALIVE_SECONDS = 15.0
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
@@ -59,6 +61,8 @@ class Job:
     priority: int = 0
     page_keys: tuple[bytes, ...] = ()
     namespace: bytes = b""
+    constraint: Constraint | None = None
+    thinking: bool = False  # the output begins with reasoning, which no constraint touches
     cached_tokens: int = 0
     waiting: bool = True
     closed: bool = False  # given back to admission
@@ -66,6 +70,10 @@ class Job:
     @property
     def open(self) -> bool:
         return any(choice.finish is None for choice in self.choices)
+
+    @property
+    def grammar(self) -> GrammarSource | None:
+        return None if self.constraint is None else self.constraint.source(thinking=self.thinking)
 
 
 @dataclass(slots=True)
@@ -103,6 +111,7 @@ class Generation:
         metrics: GatewayMetrics,
         limits: Limits,
         received_s: float,
+        deadline_s: float | None = None,
         tenant: str = "",
         traceparent: str = "",
         on_close: Callable[[], None] = lambda: None,
@@ -114,6 +123,7 @@ class Generation:
         self._metrics = metrics
         self._limits = limits
         self._received_s = received_s
+        self._deadline_s = limits.deadline_seconds if deadline_s is None else min(deadline_s, limits.deadline_seconds)
         self._tenant = tenant
         self._traceparent = traceparent
         self._on_close = on_close
@@ -146,7 +156,7 @@ class Generation:
 
     def start(self) -> None:
         """Hand every job to the mesh; a job that asks for no token is answered here."""
-        deadline_ms = int(self._limits.deadline_seconds * 1000)
+        deadline_ms = max(1, int(self._deadline_s * 1000))
         for job in self.jobs:
             if job.params.max_tokens == 0:
                 for number in range(len(job.choices)):
@@ -164,19 +174,22 @@ class Generation:
                 deadline_ms=deadline_ms,
                 traceparent=self._traceparent,
                 namespace=job.namespace,
+                grammar=job.grammar,
             )
             self._mesh.start(start, self.mailbox.put)
 
     async def updates(self) -> AsyncIterator[list[Update]]:
         """Batches of what is new until every choice has ended, one update per choice; empty when a keep-alive is due.
 
+        None is due while a constraint may still be refused: that answer must not find a stream started.
         Raises ApiError when a job is refused or a choice ends with an error.
         """
         while self._open:
             answers = await self.mailbox.take()
             if answers is None:
                 self._check_patience()
-                yield []
+                if not self._verdict_due():
+                    yield []
                 continue
             if len(answers) == 1:
                 if (update := self.take_in(answers[0])) is not None:
@@ -241,6 +254,9 @@ class Generation:
             self._failed = True
             raise unavailable("the request waited too long for its first token", retry_after_s=5)
 
+    def _verdict_due(self) -> bool:
+        return any(job.constraint and job.waiting and not self._mesh.accepted(job.request_id) for job in self.jobs)
+
     def take_in(self, answer: Answer) -> Update | None:
         """Book one answer; None if it says nothing new. `updates` does it for answers that nobody else took."""
         job = self._by_id[answer.request_id]
@@ -248,6 +264,8 @@ class Generation:
             for choice in job.choices:
                 choice.finish = "error"
             self._failed = True
+            if job.constraint is not None and answer.verdict is Verdict.BAD_GRAMMAR:
+                raise job.constraint.refused(answer.message, answer.place)
             raise refused(answer.verdict, answer.message, answer.retry_after_ms)
         choice = job.choices[answer.choice]
         if choice.finish is not None:

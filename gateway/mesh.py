@@ -26,6 +26,9 @@ class Mesh(Protocol):
     def start(self, start: Start, sink: Sink) -> None:
         """Open a request. Each choice ends with one Ended, or the whole request with one Refused."""
 
+    def accepted(self, request_id: RequestId) -> bool:
+        """Whether the scheduler has taken the request, so that it can be refused no more; or it has ended."""
+
     def client_gone(self, request_id: RequestId) -> None:
         """Nobody listens any more: cancel what is open. No more effects come. Harmless once all choices ended."""
 

@@ -67,6 +67,9 @@ class MeshClient:
         self._listeners[start.request_id] = _Listener(sink, set(range(start.n)))
         self._shell.post(start)
 
+    def accepted(self, request_id: RequestId) -> bool:
+        return self._journal.accepted(request_id)
+
     def client_gone(self, request_id: RequestId) -> None:
         self._listeners.pop(request_id, None)
         self._shell.post(ClientGone(request_id))

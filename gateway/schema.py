@@ -1,8 +1,8 @@
 """Request bodies as msgspec structs: types only, no ranges.
 
-Unknown fields are ignored, `null` is the same as absent, nothing is coerced from strings. Fields typed `Any` belong to
-features that are refused or merely accepted; `gateway.validate` decides. A body of the wrong shape becomes a 400 that
-names the field and the value found there.
+Unknown fields are ignored, `null` is the same as absent, nothing is coerced from strings. Fields typed `Any` have
+several shapes or are refused; `gateway.constraints` and `gateway.validate` decide. A body of the wrong shape becomes a
+400 that names the field and the value found there.
 """
 
 import json
@@ -37,8 +37,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float | None] | None = None
     seed: int | None = None
-    # Not there yet: refused when they ask for something.
-    stop_regex: Any = None
+    # At most one of these constrains the output; `gateway.constraints` reads them.
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
@@ -50,6 +49,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     response_format: Any = None
+    # Not there yet: refused when they ask for something.
+    stop_regex: Any = None
     prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
     allowed_token_ids: Any = None

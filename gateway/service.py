@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from gateway.config import GatewayConfig
+from gateway.constraints import Constraint
 from gateway.encoding import PromptEncoder
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.exchange import Caller, Exchange, read_body
@@ -123,10 +124,13 @@ class Gateway:
         salt: str = "",
         priority: int = 0,
         rid: str = "",
+        constraint: Constraint | None = None,
+        thinking: bool = False,
     ) -> Job:
         """A prompt with its n choices, within the context; lowering max_tokens is told in a header.
 
-        `parsers` makes one choice's output parser, given the ids that end a choice.
+        `parsers` makes one choice's output parser, given the ids that end a choice. `thinking`: the output begins
+        with reasoning, and `constraint` is for what follows it.
         """
         if not prompt:
             raise invalid(param, f"{param} is empty; a prompt has at least one token")
@@ -150,6 +154,8 @@ class Gateway:
             priority=priority,
             page_keys=tuple(page_keys(prompt, namespace)),
             namespace=namespace,
+            constraint=constraint,
+            thinking=thinking,
         )
 
     def generation(self, caller: Caller, jobs: list[Job]) -> Generation:
@@ -180,6 +186,7 @@ class Gateway:
             metrics=self.metrics,
             limits=self.limits,
             received_s=caller.received_s,
+            deadline_s=caller.deadline_s,
             tenant=tenant if self.config.api_key_file is not None else "",
             traceparent=caller.traceparent,
             on_close=release,

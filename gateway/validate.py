@@ -8,8 +8,8 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from gateway.constraints import Constraint, constraint_of
 from gateway.errors import ApiError, context_exceeded, invalid, missing_part, out_of_range
 from gateway.limits import Limits
 from gateway.models import ServedModel
@@ -18,18 +18,6 @@ from meshkit.types import NO_LOGPROBS, SamplingParams
 
 _RANDOM = random.SystemRandom()
 _I64 = 1 << 63
-_GRAMMAR_FIELDS = (
-    "regex",
-    "ebnf",
-    "json_schema",
-    "structural_tag",
-    "choice",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +31,7 @@ class Sampling:
     stops: tuple[str, ...]
     keep_stop: bool
     skip_special: bool
+    constraint: Constraint | None = None  # as one of its fields says
 
     def for_prompt(
         self, prompt_tokens: int, model: ServedModel, cap: int | None, param: str
@@ -71,7 +60,7 @@ def check_sampling(
 ) -> Sampling:
     """Check ranges and fill in defaults. `names` maps our field names to the dialect's, for messages."""
     check = _Checker(names or {})
-    check.constraints(fields)
+    constraint = constraint_of(fields, names or {})
     max_tokens = check.integer("max_tokens", fields.max_tokens, None, least_max_tokens)
     if max_tokens is None:
         max_tokens = default_max_tokens
@@ -106,6 +95,7 @@ def check_sampling(
         stops=stops,
         keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special=fields.skip_special_tokens is not False,
+        constraint=constraint,
     )
 
 
@@ -184,17 +174,8 @@ class _Checker:
             pairs[int(key)] = float(bias)
         return tuple(pairs.items())
 
-    def constraints(self, fields: SamplingFields) -> None:
-        """At most one of the fields that constrain the output, and a response_format of a known shape."""
-        check_response_format(fields.response_format)
-        given = [self.name(field) for field in constraints_of(fields)]
-        if len(given) > 1:
-            raise invalid(given[1], f"{' and '.join(given)} constrain the output at once; send one of them")
-
     def refuse_missing(self, fields: SamplingFields) -> None:
         """501 for what is documented but not there; values that ask for nothing pass."""
-        for field in constraints_of(fields):
-            raise missing_part(self.name(field), "constrained output", "grammar_svc")
         if fields.stop_regex:
             raise missing_part(self.name("stop_regex"), "stopping at a regular expression", "a regex matcher")
         if fields.prompt_logprobs is not None:
@@ -204,29 +185,6 @@ class _Checker:
         for field in ("allowed_token_ids", "bad_words"):
             if getattr(fields, field):
                 raise missing_part(field, "restricting the vocabulary", "token masks")
-
-
-def constraints_of(fields: SamplingFields) -> list[str]:
-    """Names of the fields that constrain the output."""
-    given = [field for field in _GRAMMAR_FIELDS if getattr(fields, field) is not None]
-    wanted = fields.response_format
-    if isinstance(wanted, dict) and wanted.get("type") != "text":
-        given.append("response_format")
-    return given
-
-
-def check_response_format(value: Any) -> None:
-    """A known type with what belongs to it; whether it can be had is not asked here."""
-    if value is None:
-        return
-    kinds = ("text", "json_object", "json_schema", "regex", "structural_tag")
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in kinds:
-        raise invalid("response_format", f"response_format.type must be one of {', '.join(kinds)}")
-    if kind == "json_schema":
-        holder = value.get("json_schema")
-        if not (isinstance(holder, dict) and isinstance(holder.get("schema"), dict)):
-            raise invalid("response_format", "response_format.json_schema must be an object whose schema is an object")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:

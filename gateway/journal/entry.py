@@ -4,12 +4,12 @@ State only; the rules that move it are in `journal`.
 """
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from gateway.journal.events import Start
 from meshkit.frames import Submit, SubmitChoice
-from meshkit.types import RequestId
+from meshkit.types import GrammarSource, RequestId
 
 FIXED_BYTES = 1024
 """Counted per choice beside ids and keys: objects, parameters, map entries."""
@@ -52,6 +52,8 @@ class Entry:
     call: int = 0  # the outstanding Call, 0 = none
     submit: Submit | None = None  # of this attempt: an unknown outcome is retried with the same key
     submit_ns: int = 0
+    accepted: bool = False  # some attempt was
+    grammar_rev: str = ""  # under which the constrained ids so far were made
     wait_ns: int = 0  # WAITING: when a request that was never submitted is refused
 
     @property
@@ -68,11 +70,20 @@ class Entry:
         """True while a refusal can still be answered as if nothing had happened: first attempt, no ids."""
         return self.attempt <= 1 and not any(choice.ids or not choice.open for choice in self.choices)
 
+    @property
+    def grammar(self) -> GrammarSource | None:
+        """The constraint as it is submitted now; ids that must go on tie it to the revision they were made under."""
+        source = self.start.grammar
+        if source is None or not any(choice.ids for choice in self.choices if choice.open):
+            return source
+        return replace(source, grammar_rev=self.grammar_rev)
+
 
 def new_entry(start: Start, reserve_tokens: int, now_ns: int) -> Entry:
-    """An entry with bytes counted for the prompt, its keys and up to `reserve_tokens` ids of each choice."""
+    """An entry with bytes counted for prompt, keys and constraint, and up to `reserve_tokens` ids of each choice."""
     reserved = min(start.params.max_tokens, reserve_tokens)
-    cost = 4 * len(start.prompt) + 16 * len(start.page_keys) + start.n * (4 * reserved + FIXED_BYTES)
+    source = 0 if start.grammar is None else 4 * len(start.grammar.text)  # at most so many bytes
+    cost = source + 4 * len(start.prompt) + 16 * len(start.page_keys) + start.n * (4 * reserved + FIXED_BYTES)
     choices = [Choice(index, reserved) for index in range(start.n)]
     return Entry(start, choices, now_ns + start.deadline_ms * 1_000_000, cost)
 
@@ -99,4 +110,5 @@ def build_submit(entry: Entry, attach_id: int, remaining_ms: int) -> Submit:
         kill_count=entry.kills,
         traceparent=start.traceparent,
         namespace=start.namespace,
+        grammar=entry.grammar,
     )

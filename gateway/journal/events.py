@@ -7,7 +7,7 @@ choice ended (`StopChoice`) or that nobody listens any more (`ClientGone`).
 from dataclasses import dataclass
 
 from meshkit.frames import I32, Verdict
-from meshkit.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from meshkit.types import FinishReason, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
 # ---- events into the journal ----------------------------------------------------------------------------------------
 
@@ -27,6 +27,7 @@ class Start:
     deadline_ms: int  # from now
     traceparent: str = ""
     namespace: bytes = b""  # of page_keys
+    grammar: GrammarSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +87,4 @@ class Refused:
     verdict: Verdict
     message: str
     retry_after_ms: int
+    place: str = ""  # with BAD_GRAMMAR

@@ -31,7 +31,7 @@ Event = Start | ClientGone | StopChoice | AbortRequest | Opened | Received | Clo
 
 GROWTH_TOKENS = 4096
 _AGAIN = {Verdict.SUPERSEDED, Verdict.CANCELLED}
-_BUSY = {Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING}
+_BUSY = {Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING, Verdict.GRAMMAR_LATER}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class JournalConfig:
     max_waiting: int = 1024  # new requests held while no scheduler is attached
     wait_ns: int = 10_000 * MS  # for how long
     submit_timeout_ms: int = 5_000
+    verdict_timeout_ms: int = 25_000  # the same where a grammar's verdict comes first
     retry_ns: int = 100 * MS  # pause before a retry, varied by half; a refusal's own retry_after_ms if longer
     resubmit_jitter_ns: int = 50 * MS  # spreads resubmissions after a new attachment
     retry_after_ms: int = 1_000  # told to clients that are refused here
@@ -74,6 +75,11 @@ class Journal:
     def attached(self) -> bool:
         """True while the stream to a scheduler is up."""
         return self._link.attached
+
+    def accepted(self, request_id: RequestId) -> bool:
+        """Whether a request has got past all that could refuse it, or has ended."""
+        entry = self.entries.get(request_id)
+        return entry is None or entry.accepted
 
     def handle(self, event: Event, now_ns: int) -> list[Any]:
         """One event in, effects to carry out in order. Never raises on what a peer sent."""
@@ -230,7 +236,9 @@ class Journal:
         self._last_call += 1
         entry.phase, entry.call = Phase.CALLING, self._last_call
         self._calls[entry.call] = entry
-        out.append(Call(entry.call, entry.submit, min(remaining_ms, self.config.submit_timeout_ms)))
+        constrained = entry.start.grammar is not None
+        timeout_ms = self.config.verdict_timeout_ms if constrained else self.config.submit_timeout_ms
+        out.append(Call(entry.call, entry.submit, min(remaining_ms, timeout_ms)))
 
     def _replied(self, call: int, reply: SubmitReply | None, now_ns: int, out: list[Any]) -> None:
         entry = self._calls.pop(call, None)
@@ -241,7 +249,8 @@ class Journal:
             out.append(Count("submit_unknown"))
             self._delay(entry, now_ns + self._pause_ns())
         elif reply.verdict == Verdict.ACCEPTED:
-            entry.phase = Phase.OPEN
+            entry.phase, entry.accepted = Phase.OPEN, True
+            entry.grammar_rev = reply.grammar_rev or entry.grammar_rev
         else:
             self._turned_down(entry, reply, now_ns, out)
 
@@ -255,7 +264,7 @@ class Journal:
             self._cancel_rows(entry)
             self._restart(entry, now_ns + self._pause_ns())
         elif entry.untouched and verdict is not Verdict.POISONED:
-            self._refuse(entry, verdict, reply.message, reply.retry_after_ms, out)
+            self._refuse(entry, verdict, reply.message, reply.retry_after_ms, out, reply.place)
         elif verdict in _BUSY:
             out.append(Count("resubmit_busy"))
             self._restart(entry, now_ns + self._pause_ns(reply.retry_after_ms))
@@ -270,10 +279,12 @@ class Journal:
         entry.call, entry.submit = 0, None
         self._delay(entry, at_ns)
 
-    def _refuse(self, entry: Entry, verdict: Verdict, message: str, retry_after_ms: int, out: list[Any]) -> None:
+    def _refuse(
+        self, entry: Entry, verdict: Verdict, message: str, retry_after_ms: int, out: list[Any], place: str = ""
+    ) -> None:
         self._release_rows(entry)
         self._remove(entry)
-        out.append(Refused(entry.request_id, verdict, message, retry_after_ms))
+        out.append(Refused(entry.request_id, verdict, message, retry_after_ms, place))
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class OutputParser:
     request's stop tokens) are never text, unless `include_stop` keeps stop tokens other than EOS. Before `min_tokens`
     ids no stop string counts. `tools` are those offered; without any, calls are not looked for. With tools, newlines
     that markup may follow are held back from the stop strings too. Unless `parallel_calls`, what follows the first
-    complete call is dropped.
+    complete call is dropped. `exact` leaves the content's first newlines in place: the request says what it looks like.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class OutputParser:
         min_tokens: int = 0,
         tools: Sequence[ToolSpec] = (),
         parallel_calls: bool = True,
+        exact: bool = False,
     ) -> None:
         self._kind: Kind = "content" if raw else starts_in
         self._think = None if raw else tokenizer.id_of(markers.THINK)
@@ -89,7 +90,8 @@ class OutputParser:
         self._whole = tokenizer.whole_texts
         self._marks = self._hidden | self._stop_ids | {self._think, self._end_think}
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-        self._trimming = fresh_turn and not raw
+        self._exact = exact
+        self._trimming = fresh_turn and not raw and not (exact and starts_in == "content")
         self._newlines = 0  # of reasoning, held back
         self._length = 0
         self._released = 0
@@ -194,7 +196,7 @@ class OutputParser:
             self._length += len(broken)
             self._reasoning_text(broken)
         self._start_part("content")
-        self._trimming = True
+        self._trimming = not self._exact
 
     def _start_part(self, kind: Kind) -> None:
         self._kind = kind

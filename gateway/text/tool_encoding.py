@@ -17,10 +17,14 @@ from gateway.text.prompt import Prompt
 
 def schema_line(tool: ToolSpec, where: str) -> str:
     """One tool as JSON; a strict one with its objects closed first. `where` names it in errors."""
-    parameters: Any = {} if tool.parameters is None else tool.parameters
-    if tool.strict:
-        parameters = _closed(parameters, f"{where}.function.parameters")
+    parameters = strict_parameters(tool, where)
     return to_json({"name": tool.name, "description": tool.description or "", "parameters": parameters}, where)
+
+
+def strict_parameters(tool: ToolSpec, where: str) -> Any:
+    """A tool's parameters; of a strict one, with every object closed."""
+    parameters: Any = {} if tool.parameters is None else tool.parameters
+    return _closed(parameters, f"{where}.function.parameters") if tool.strict else parameters
 
 
 def to_json(value: Any, where: str) -> str:

@@ -48,7 +48,8 @@ class FakeMesh:
             ),
         )
         self.say: Callable[[Start, int], Script] = lambda start, choice: self.text(f"Hello {choice} world.")
-        self.refusal: tuple[Verdict, str, int] | None = None
+        self.refusal: tuple[Verdict, str, int] | tuple[Verdict, str, int, str] | None = None
+        self.undecided = False  # no request is accepted yet
         self.starts: list[Start] = []
         self.gone: list[bytes] = []
         self.stopped: list[tuple[bytes, int, int]] = []
@@ -77,6 +78,9 @@ class FakeMesh:
         for choice in range(start.n):
             task = asyncio.get_running_loop().create_task(self._play(start, choice, sink))
             self.open[start.request_id, choice] = (task, sink)
+
+    def accepted(self, request_id: bytes) -> bool:
+        return not self.undecided
 
     async def _play(self, start: Start, choice: int, sink: Sink) -> None:
         script = self.say(start, choice)

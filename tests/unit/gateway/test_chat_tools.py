@@ -144,12 +144,6 @@ async def test_without_parallel_calls_there_is_one_at_most(served):
     assert choice["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-async def test_a_call_that_must_be_made_needs_a_grammar(served, choice):
-    status, answer, _ = await served.post(PATH, {**BODY, "tool_choice": choice})
-    assert (status, answer["error"]["param"]) == (501, "tool_choice") and "grammar_svc" in answer["error"]["message"]
-
-
 async def test_reasoning_left_in_content_is_closed_before_a_call(served):
     says(served, "I call it" + block(call()))
     body = {**BODY, "thinking": {"type": "enabled"}}

@@ -23,7 +23,7 @@ from meshkit.frames import (
     TokenFrame,
     Verdict,
 )
-from meshkit.types import FinishReason, RequestId, SamplingParams, TokenLogprobs
+from meshkit.types import FinishReason, GrammarKind, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
 MS = 1_000_000
 RID = RequestId(b"r" * 16)
@@ -33,7 +33,7 @@ def i32(*values):
     return np.array(values, np.int32)
 
 
-def start(rid=RID, n=1, prompt=10, deadline_ms=60_000, **params):
+def start(rid=RID, n=1, prompt=10, deadline_ms=60_000, grammar=None, **params):
     return Start(
         request_id=rid,
         prompt=np.arange(prompt, dtype=np.int32),
@@ -44,6 +44,7 @@ def start(rid=RID, n=1, prompt=10, deadline_ms=60_000, **params):
         tenant="t",
         priority=0,
         deadline_ms=deadline_ms,
+        grammar=grammar,
     )
 
 
@@ -237,7 +238,7 @@ def resumed(rig):
     return call
 
 
-@pytest.mark.parametrize("verdict", [Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING])
+@pytest.mark.parametrize("verdict", [Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING, Verdict.GRAMMAR_LATER])
 def test_a_later_refusal_is_tried_again_within_the_deadline(rig, verdict):
     call = resumed(rig)
     out = rig(Replied(call.call, SubmitReply(verdict, "busy", 1000)))
@@ -254,6 +255,37 @@ def test_a_later_final_refusal_is_a_typed_end(rig, verdict, code):
     call = resumed(rig)
     out = rig(Replied(call.call, SubmitReply(verdict, "why")))
     assert only(out, Ended) == [Ended(RID, 0, FinishReason.ERROR, code, "why")]
+
+
+SOURCE = GrammarSource(kind=GrammarKind.REGEX, text="a+", thinking=True)
+
+
+def test_a_constraint_keeps_its_revision_once_ids_were_made_under_it(rig):
+    (call,) = only(rig(start(grammar=SOURCE, n=2)), Call)
+    assert call.request.grammar == SOURCE and call.timeout_ms == rig.journal.config.verdict_timeout_ms
+    assert not rig.journal.accepted(RID)
+    rig(Replied(call.call, SubmitReply(Verdict.ACCEPTED, grammar_rev="r1")))
+    assert rig.journal.accepted(RID) and rig.journal.accepted(RequestId(b"x" * 16))
+    for conn, ids, rev in ((6, [], ""), (7, [7], "r1"), (8, [8], "r1")):
+        if ids:
+            rig.tokens(call.request, ids[0] - 7, ids)
+        rig(Closed(rig.conn))
+        rig.now += 200 * MS
+        rig.attach(conn)
+        (call,) = only(rig.wait(100), Call)
+        assert (call.request.grammar.text, call.request.grammar.thinking) == ("a+", True)
+        assert call.request.grammar.grammar_rev == rev
+        rig(Replied(call.call, SubmitReply(Verdict.ACCEPTED, grammar_rev=rev or "r1")))
+
+
+def test_a_bad_grammar_is_told_with_its_place_and_ends_a_resumed_request(rig):
+    (call,) = only(rig(start(grammar=SOURCE)), Call)
+    out = rig(Replied(call.call, SubmitReply(Verdict.BAD_GRAMMAR, "why", place="character 3")))
+    assert only(out, Refused) == [Refused(RID, Verdict.BAD_GRAMMAR, "why", 0, "character 3")]
+    assert rig.journal.bytes_used == 0
+    call = resumed(rig)
+    out = rig(Replied(call.call, SubmitReply(Verdict.BAD_GRAMMAR, "why")))
+    assert only(out, Ended) == [Ended(RID, 0, FinishReason.ERROR, "bad_grammar", "why")]
 
 
 def test_an_unknown_outcome_is_retried_with_the_same_key(rig):

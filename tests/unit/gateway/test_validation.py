@@ -163,13 +163,6 @@ async def test_what_is_wrong_in_itself_comes_before_what_is_missing(served, path
     assert (status, body["error"]["param"]) == (400, param), body
 
 
-@pytest.mark.parametrize(("field", "value"), [("regex", "a"), ("json_schema", "{}")])
-async def test_native_constraints_are_named_where_they_stand(served, field, value):
-    for extra, param in (({field: value}, field), ({"sampling_params": {field: value}}, f"sampling_params.{field}")):
-        status, body, _ = await served.post(GENERATE, {"text": "Hi", **extra})
-        assert (status, body["error"]["param"]) == (501, param)
-
-
 async def test_labels_are_any_text_and_never_run_together(served):
     salts = [
         {"user": "é" * 256},
@@ -203,14 +196,7 @@ async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served
 @pytest.mark.parametrize(
     ("path", "extra", "part"),
     [
-        (CHAT, {"tools": [TOOL], "tool_choice": "required"}, "grammar_svc"),
         (CHAT, {"functions": [{"name": "f"}]}, "tool"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "grammar_svc"),
-        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "grammar_svc"),
-        (CHAT, {"structured_outputs": {"regex": "a"}}, "grammar_svc"),
-        (CHAT, {"guided_json": {}}, "grammar_svc"),
-        (CHAT, {"regex": "a+"}, "grammar_svc"),
-        (CHAT, {"ebnf": "root ::= a"}, "grammar_svc"),
         (CHAT, {"web_search_options": {}}, "search"),
         (COMPLETIONS, {"stop_regex": "a"}, "regex"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "worker"),
@@ -218,8 +204,6 @@ async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served
         (COMPLETIONS, {"truncate_prompt_tokens": 5}, "truncation"),
         (COMPLETIONS, {"bad_words": ["x"]}, "masks"),
         (COMPLETIONS, {"allowed_token_ids": [5]}, "masks"),
-        (GENERATE, {"json_schema": "{}"}, "grammar_svc"),
-        (GENERATE, {"sampling_params": {"regex": "a"}}, "grammar_svc"),
         (GENERATE, {"logprob_start_len": 0}, "worker"),
         (GENERATE, {"token_ids_logprob": [5]}, "worker"),
     ],
