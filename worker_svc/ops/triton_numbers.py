@@ -59,3 +59,12 @@ def dot(a, b, acc):
     if INTERPRETED:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, acc)
+
+
+@triton.jit
+def pinned(x):
+    """A 16-bit x itself, in the layout it was computed in: a product of it does not pull the computation into the
+    layout of its operand, where every warp would repeat it (Triton moves such conversions up to the loads)."""
+    if INTERPRETED:
+        return x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

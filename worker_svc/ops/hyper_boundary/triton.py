@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
-from worker_svc.ops.triton_numbers import dot, pow2_scale, scaled_e4m3, to_bf16
+from worker_svc.ops.triton_numbers import dot, pinned, pow2_scale, scaled_e4m3, to_bf16
 
 EMBED, OUTPUT, EXPERTS = 0, 1, 2
 _COLUMNS = Workspace.COLUMNS
@@ -292,6 +292,7 @@ def _project(s, high_ptr, low_ptr, offset, d, column, mixes, WIDTH: tl.constexpr
     """mixes += s @ (high + low)^T for one stream's channels d."""
     at = column[None, :] * (4 * WIDTH) + (offset + d)[:, None]
     kept = (column < OUTPUTS)[None, :] & (d < WIDTH)[:, None]
+    s = pinned(s)
     mixes = dot(s, tl.load(high_ptr + at, mask=kept, other=0.0), mixes)
     return dot(s, tl.load(low_ptr + at, mask=kept, other=0.0), mixes)
 
