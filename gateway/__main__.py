@@ -23,6 +23,7 @@ from gateway.config import GatewayConfig
 from gateway.http_server import GatewayRunner
 from gateway.journal.journal import Journal, JournalConfig
 from gateway.mesh_client import MeshClient
+from gateway.rpc.listener import RpcListener
 from gateway.service import Gateway
 from gateway.text.pretokenizer import TokenizerFileError
 from gateway.text.tokenizer import Tokenizer
@@ -62,18 +63,22 @@ async def serve(config: GatewayConfig) -> int:
     app = build_app(mesh, None, config, tracing)
     gateway = app[GATEWAY]
     gateway.metrics.others.append(mesh_metrics.render)
+    rpc = RpcListener(gateway, tracing)
     runner = _runner(app, config)
     await runner.setup()
     signals = _Signals()
     linking = asyncio.create_task(mesh.run())
     try:
         site = await _listen(runner, address)
+        if config.listen_grpc:
+            await rpc.start(config.listen_grpc)
         loading = asyncio.create_task(_load_tokenizer(gateway))
         await _until_stopped(signals, linking, loading)
         gateway.admission.draining = True
         await site.stop()
         await _drain(gateway, config.drain_seconds)
     finally:
+        await rpc.stop(_ABORT_SECONDS)
         await runner.cleanup()
         linking.cancel()
         with suppress(asyncio.CancelledError):

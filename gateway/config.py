@@ -20,6 +20,8 @@ class GatewayConfig:
         metadata={"help": "folder, hub id in a local cache, or name; config.json and tokenizer.json are read"}
     )
     listen_http: str = option("127.0.0.1:8000", "host:port or unix:PATH; port 0 picks a free one")
+    listen_grpc: str = option("", "host:port or unix:PATH of the public gRPC service; empty: none")
+    grpc_reflection: bool = option(True, "describe the public gRPC services to grpcurl and the like")
     scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "where the scheduler listens")
     served_model_name: tuple[str, ...] = option(
         (), "names, comma separated: the first is shown, the others are aliases"
@@ -30,6 +32,9 @@ class GatewayConfig:
     max_output_tokens: int | None = option(None, "upper bound of max_tokens; else what the context leaves")
     api_key_file: Path | None = field(
         default=None, metadata={"help": "lines `key` or `tenant key`; without it everybody is one tenant"}
+    )
+    api_profile: Literal["open", "deepseek"] = option(
+        "open", "deepseek repeats the hosted service's refusals and ignored fields"
     )
     incremental_streaming_output: bool = option(False, "/generate streams deltas instead of the whole text so far")
     insecure: bool = option(False, "listen beyond loopback without keys")
