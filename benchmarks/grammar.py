@@ -243,7 +243,7 @@ async def mask_round_trips(grammars: Grammars, vocabulary: Vocabulary, rounds: i
         host = Host(
             grammars=grammars,
             facts=facts,
-            new=compiler.new_matcher,
+            matchers=compiler.MATCHERS,
             boot=1,
             build="benchmark",
             ring_dir=Path("/dev/shm"),
@@ -285,7 +285,7 @@ def engine_cost(grammars: Grammars, vocabulary: Vocabulary, rounds: int) -> dict
         session = Session(b"", vocabulary.eos_ids, (), None)
         grammar = grammars.get(source.grammar_id(grammars.grammar_rev))
         assert grammar is not None
-        session.give(grammar, compiler.new_matcher)
+        session.give(grammar, compiler.MATCHERS)
         history: list[int] = []
         session.write(rows[:1])
         for _ in range(48):
@@ -299,7 +299,7 @@ def engine_cost(grammars: Grammars, vocabulary: Vocabulary, rounds: int) -> dict
             if kind is None or kind[0] is not Entry.MASKED:
                 break
         again = Session(b"", vocabulary.eos_ids, (), None)
-        again.give(grammar, compiler.new_matcher)
+        again.give(grammar, compiler.MATCHERS)
         for at in range(0, len(history) - 3, 4):
             began = time.process_time()
             again.write(rows, history[at : at + 3])
@@ -352,7 +352,7 @@ FREE = 40  # uniformly random tokens before closing ones are preferred
 def walk(grammar: Any, vocabulary: Vocabulary, spelled: Any, closing: list[int], rng: random.Random) -> str | None:
     """The text of one walk to EOS, None if it was cut at LONGEST tokens."""
     session = Session(b"", vocabulary.eos_ids, (), None)
-    session.give(grammar, compiler.new_matcher)
+    session.give(grammar, compiler.MATCHERS)
     rows = np.zeros((1, vocabulary.words), np.int32)
     text = b""
     for step in range(LONGEST):

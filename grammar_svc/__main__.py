@@ -53,7 +53,7 @@ async def _serve(config: GrammarConfig) -> int:
         Host(
             grammars=grammars,
             facts=facts,
-            new=compiler.new_matcher,
+            matchers=compiler.MATCHERS,
             boot=secrets.randbits(64) | 1,
             build=build_id(),
             ring_dir=ring_dir,

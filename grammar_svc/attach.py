@@ -17,10 +17,10 @@ from meshpb.v1 import common_pb2
 from meshpb.v1 import grammar_pb2 as pb
 
 from grammar_svc import wire
-from grammar_svc.engine import Engine, Facts
+from grammar_svc.engine import Engine, Entry, Facts
 from grammar_svc.grammars import Grammars
 from grammar_svc.ring import Ring
-from grammar_svc.session import NewMatcher
+from grammar_svc.session import Matchers
 from grammar_svc.verdict import Outcome, Verdict
 from meshkit.errors import ConfigError, MeshError, WireError
 from meshkit.obs import Family, kv
@@ -49,7 +49,7 @@ class Host:
 
     grammars: Grammars
     facts: Facts
-    new: NewMatcher
+    matchers: Matchers
     boot: int
     build: str
     ring_dir: Path
@@ -80,7 +80,7 @@ class Attachment:
             hello.max_verify,
             get=grammars.get,
             want=grammars.want,
-            new=host.new,
+            matchers=host.matchers,
         )
         self._mapped = False
         self._writing = asyncio.Lock()
@@ -166,17 +166,18 @@ class Attachment:
                 part = entries if self._mapped else self._head(entries)
                 body = wire.put_entries(part, self._rows, inline=not self._mapped)
                 entries = entries[len(part) :]
-                async with asyncio.timeout(DEAD_S):
-                    await self._stream.write(pb.MaskDown(attach_id=self.attach_id, entries=body))
-            for name, amount in self.engine.counts.items():
-                self._host.counted.add(amount, event=name)
-            self.engine.counts.clear()
+                # A peer that does not read is noticed by the heartbeat, which waits for the same lock.
+                await self._stream.write(pb.MaskDown(attach_id=self.attach_id, entries=body))
+            if self.engine.counts:
+                for name, amount in self.engine.counts.items():
+                    self._host.counted.add(amount, event=name)
+                self.engine.counts.clear()
 
-    def _head(self, entries: list[Any]) -> list[Any]:
+    def _head(self, entries: list[Entry]) -> list[Entry]:
         """As many entries as fit one message."""
         size = 0
         for index, entry in enumerate(entries):
-            size += entry.count * self._host.facts.words * 4
+            size += entry.n_rows * self._host.facts.words * 4
             if index and size > MAX_INLINE:
                 return entries[:index]
         return entries
@@ -194,7 +195,7 @@ class Attachment:
             if loop.time() - self._heard > DEAD_S:
                 self._host.counted.add(event="peer_silent")
                 return "no sign of life"
-            async with self._writing, asyncio.timeout(DEAD_S):
+            async with asyncio.timeout(DEAD_S), self._writing:
                 await self._stream.write(pb.MaskDown(attach_id=self.attach_id, heartbeat=common_pb2.Heartbeat()))
             await asyncio.sleep(HEARTBEAT_S)
 

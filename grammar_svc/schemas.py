@@ -43,8 +43,8 @@ REFUSED: Final = _names(
     "unevaluatedItems additionalItems contentEncoding contentMediaType contentSchema $anchor $dynamicAnchor "
     "$dynamicRef $recursiveRef $recursiveAnchor $vocabulary nullable discriminator"
 )
-# The compiler's own rules for these take more than they should: raw control characters, leading zeros.
-_CHARACTER: Final = r'[^"\\\u0000-\u001f]'
+_ANY_CHARACTERS: Final = re.compile(r"\^\.\{(\d+),(\d*)\}\$")  # a length in other words, and much dearer as a pattern
+# The compiler's own rule takes leading zeros.
 _OCTET: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4: Final = rf"^{_OCTET}\.{_OCTET}\.{_OCTET}\.{_OCTET}$"
 _TYPES: Final = _names("string number integer object array boolean null")
@@ -181,9 +181,9 @@ class _Walk:
             check_regex(part["pattern"], self.limits, f"{place}/pattern")
         if part.get("format") == "ipv4":
             return {"pattern": _IPV4}
-        if not kinds:
-            return {"pattern": f"^{_CHARACTER}{{{part.get('minLength', 0)},{part.get('maxLength', '')}}}$"}
-        return part
+        if lengths := _ANY_CHARACTERS.fullmatch(part.get("pattern", "")):
+            part = {"minLength": int(lengths[1])} | ({"maxLength": int(lengths[2])} if lengths[2] else {})
+        return {key: value for key, value in part.items() if (key, value) != ("minLength", 0)}
 
     def _number(self, part: dict[str, Any], names: list[str], place: str) -> dict[str, Any]:
         whole = "number" not in names

@@ -5,6 +5,7 @@ mode the constraint arms after `</think>`; before that, and until the grammar ma
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Protocol
 
@@ -40,11 +41,23 @@ class Matcher(Protocol):
     def fork(self) -> "Matcher": ...
 
 
-NewMatcher = Callable[[Any, list[int]], Matcher]  # compiled grammar, stop ids with EOS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matchers:
+    """How matchers are made and driven; `grammar_svc.compiler.MATCHERS` is XGrammar's own.
+
+    `fill` writes the mask of matcher i to row indices[i], in one call for many.
+    """
+
+    new: Callable[[Any, list[int]], Matcher]  # compiled grammar, stop ids with EOS
+    fill: Callable[[list[Any], Rows, list[int]], None]
 
 
 class Session:
-    """`think_end` is the id after which the constraint holds, None to hold at once. Until `give` ids are only kept."""
+    """`think_end` is the id after which the constraint holds, None to hold at once. Until `give` ids are only kept.
+
+    `live` is the matcher while the constraint holds. `plain` sessions need nothing of their own in a mask: no stop ids
+    beside EOS.
+    """
 
     def __init__(
         self, grammar_id: bytes, eos_ids: Sequence[int], stop_ids: Sequence[int], think_end: int | None
@@ -53,45 +66,55 @@ class Session:
         self.position = 0  # output position of the next sampled token
         self.error = ""
         self.done = False
-        self._eos = list(eos_ids)
-        self._stops = sorted({*eos_ids, *stop_ids})
-        self._only_eos = len(self._stops) == len(self._eos)
+        self.live: Matcher | None = None
+        self.ends = frozenset((*eos_ids, *stop_ids))
+        self.plain = len(self.ends) == len(set(eos_ids))
+        self._stops = sorted(self.ends)
         self._think_end = think_end
         self._armed = think_end is None
         self._pending: list[int] = []  # armed ids that came before the grammar
         self._grammar: Any = None
-        self._new: NewMatcher | None = None
-        self._matcher: Matcher | None = None
+        self._matchers: Matchers | None = None
 
-    def give(self, grammar: Any, new: NewMatcher) -> None:
+    def give(self, grammar: Any, matchers: Matchers) -> None:
         """The compiled grammar has come: replay what it must have seen."""
-        self._grammar, self._new = grammar, new
+        self._grammar, self._matchers = grammar, matchers
         if self._armed:
             self._start()
 
     def fail(self, why: str) -> None:
         """From now on every entry says so; the first reason stays."""
         self.error = self.error or why
+        self.live = None
 
     @property
     def has_grammar(self) -> bool:
-        return self._new is not None
+        return self._matchers is not None
 
     def advance(self, ids: Sequence[int]) -> None:
         """Sampled tokens, in order. After the end, and after a failure, they are only counted."""
         for token in ids:
             if not self._armed:
-                if token in self._stops:
+                if token in self.ends:
                     self.fail(f"token {token} ends the output at position {self.position}, before </think>")
                 elif token == self._think_end:
                     self._armed = True
-                    if self._new is not None:
+                    if self._matchers is not None:
                         self._start()
-            elif self._matcher is None:
+            elif self._matchers is None:
                 self._pending.append(token)
-            else:
-                self._accept(self._matcher, token)
+            elif self.live is not None:
+                self.accept(self.live, token)
+                continue
             self.position += 1
+
+    def accept(self, live: Matcher, token: int) -> None:
+        """Give the token of this position to the live matcher."""
+        if not live.accept_token(token):
+            self.fail(f"token {token} at output position {self.position} is outside the grammar")
+        elif token in self.ends:
+            self.done, self.live = True, None
+        self.position += 1
 
     def write(self, rows: Rows, drafts: Sequence[int] = ()) -> tuple[Kind, int] | None:
         """Fill row i with what may follow drafts[:i]; returns kind and row count, None while the grammar is missing.
@@ -104,46 +127,41 @@ class Session:
             return Kind.DONE, 0
         if not self._armed and self._think_end not in drafts:
             return Kind.FREE, 0
-        if self._new is None:
+        if self._matchers is None:
             return None
-        matcher, free = self._matcher, 0
+        matcher, free = self.live, 0
         if matcher is None:
             assert self._think_end is not None
             free = list(drafts).index(self._think_end) + 1
             rows[:free] = ALL
             for stop in self._stops:
                 rows[:free, stop >> 5] &= ~_bit(stop)
-            matcher = self._new(self._grammar, self._stops)
+            matcher = self._matchers.new(self._grammar, self._stops)
         self._fill(matcher, rows[free : 1 + len(drafts)], list(drafts[free:]))
         if not rows[0].any():
-            self.fail(f"no token of the vocabulary can continue the output at position {self.position}")
+            self.stuck()
             return Kind.FAILED, 0
         return Kind.MASKED, 1 + len(drafts)
+
+    def stuck(self) -> None:
+        """The mask of this position is empty."""
+        self.fail(f"no token of the vocabulary can continue the output at position {self.position}")
 
     # ---- matcher ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        assert self._new is not None
-        self._matcher = self._new(self._grammar, self._stops)
-        at = self.position - len(self._pending)
-        for offset, token in enumerate(self._pending):
-            self._accept(self._matcher, token, at + offset)
-        self._pending.clear()
-
-    def _accept(self, matcher: Matcher, token: int, position: int | None = None) -> None:
-        if self.done or self.error:
-            return
-        if not matcher.accept_token(token):
-            where = self.position if position is None else position
-            self.fail(f"token {token} at output position {where} is outside the grammar")
-        elif matcher.is_terminated():
-            self.done = True
+        assert self._matchers is not None
+        self.live = self._matchers.new(self._grammar, self._stops)
+        pending, self._pending = self._pending, []
+        if pending:
+            self.position -= len(pending)
+            self.advance(pending)
 
     def _fill(self, matcher: Matcher, rows: Rows, drafts: list[int]) -> None:
         if not drafts:
             self._fill_one(matcher, rows, 0)
             return
-        if self._only_eos:
+        if self.plain:
             rows[1:] = ALL
             n = len(drafts) + 1
             first = np.arange(1, n + 1, dtype=np.int64)
@@ -167,7 +185,7 @@ class Session:
             rows[index] = ALL
             return
         matcher.fill_next_token_bitmask(rows, index)
-        if not self._only_eos and not matcher.is_completed():
+        if not self.plain and not matcher.is_completed():
             for stop in self._stops:
                 rows[index, stop >> 5] &= ~_bit(stop)
 

@@ -68,26 +68,26 @@ def apply_tokens(message: pb.SampledTokens, bounds: Bounds, engine: Engine) -> N
     elif draft_counts.size != n:
         raise WireError(f"tokens.draft_counts: {draft_counts.size} items, its partner columns have {n}")
     c.check_sum(draft_counts, len(drafts), "tokens.draft_counts", "tokens.drafts")
-    flat, flat_drafts, at, draft_at = ids.tolist(), drafts.tolist(), 0, 0
-    for slot, gen, base, count, ahead in zip(slots, gens, bases, counts.tolist(), draft_counts.tolist(), strict=True):
-        engine.advance(slot, gen, base, flat[at : at + count], flat_drafts[draft_at : draft_at + ahead])
-        at, draft_at = at + count, draft_at + ahead
+    engine.advance_rows(
+        slots, gens, bases, counts.tolist(), ids.tolist(), draft_counts.tolist(), drafts.tolist() if drafts.size else ()
+    )
 
 
 def put_entries(entries: Sequence[Entry], rows: Rows, *, inline: bool) -> pb.MaskEntries:
-    """With `inline` the rows' words travel in the message."""
-    spans = [rows[entry.row : entry.row + entry.count] for entry in entries if entry.count] if inline else []
+    """At least one entry. With `inline` the rows' words travel in the message."""
+    slots, gens, positions, kinds, counts, firsts, errors = zip(*entries, strict=True)
+    words = b""
+    if inline:
+        spans = [rows[first : first + count] for first, count in zip(firsts, counts, strict=True) if count]
+        words = b"".join(span.astype("<i4", copy=False).tobytes() for span in spans)
+        firsts = (-1,) * len(entries)
     return pb.MaskEntries(
-        slots=c.put_i32([entry.slot for entry in entries]),
-        slot_gens=c.put_i64([entry.slot_gen for entry in entries]),
-        positions=c.put_i32([entry.position for entry in entries]),
-        kinds=bytes(entry.kind for entry in entries),
-        counts=bytes(entry.count for entry in entries),
-        rows=c.put_i32([-1 if inline else entry.row for entry in entries]),
-        inline=b"".join(span.astype("<i4", copy=False).tobytes() for span in spans),
-        errors=[
-            pb.EntryError(index=index, message=c.clip(entry.error))
-            for index, entry in enumerate(entries)
-            if entry.error
-        ],
+        slots=c.put_i32(slots),
+        slot_gens=c.put_i64(gens),
+        positions=c.put_i32(positions),
+        kinds=bytes(kinds),
+        counts=bytes(counts),
+        rows=c.put_i32(firsts),
+        inline=words,
+        errors=[pb.EntryError(index=i, message=c.clip(error)) for i, error in enumerate(errors) if error],
     )

@@ -1,6 +1,7 @@
 """What compiled grammars take, on the sample model's vocabulary: tool calls, choices, structural tags, markers."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,30 @@ def test_bounded_strings_are_json(takes):
     assert takes(Kind.JSON_SCHEMA, address, '"10.0.255.1"') and not takes(Kind.JSON_SCHEMA, address, '"10.0.064.1"')
 
 
+def test_a_bounded_value_of_a_tool_call_ends_at_its_tag(takes):
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 60}}, "required": ["city"]}
+    tools = {"tools": [{"name": "weather", "parameters": city}], "tool_choice": "required"}
+    assert takes(Kind.DSML_TOOLS, tools, f"\n\n{BEGIN}{CALL}{END}")
+    inside = CALL.replace("Rome", "Rome</｜DSML｜parameter> or so")
+    assert not takes(Kind.DSML_TOOLS, tools, f"\n\n{BEGIN}{inside}{END}")
+    assert not takes(Kind.DSML_TOOLS, tools, f"\n\n{BEGIN}{CALL.replace('Rome', 'x' * 61)}{END}")
+
+
+def test_a_long_bound_costs_no_more_than_a_short_one(made, vocabulary):
+    rows, spent = np.zeros((1, vocabulary.words), np.int32), []
+    for bound in (20, 2000):
+        source = read_source(Kind.JSON_SCHEMA, json.dumps({"type": "string", "maxLength": bound}), SourceLimits())
+        matcher = compiler.new_matcher(compiler.compile_source(made, source), [1])
+        assert matcher.accept_string('"ab')
+        taken = []
+        for _ in range(5):
+            began = time.thread_time()
+            matcher.fill_next_token_bitmask(rows)
+            taken.append(time.thread_time() - began)
+        spent.append(min(taken))
+    assert spent[1] < 20 * spent[0]
+
+
 def test_white_space_between_tokens_is_bounded(takes):
     assert takes(Kind.JSON_OBJECT, "", '{ "a": 1,\n"b": 2 }') and not takes(Kind.JSON_OBJECT, "", '{  "a": 1}')
 
@@ -100,7 +125,7 @@ def test_white_space_between_tokens_is_bounded(takes):
 def test_a_string_can_hold_no_control_token(made, vocabulary):
     grammar = compiler.compile_source(made, read_source(Kind.JSON_SCHEMA, '{"type":"string"}', SourceLimits()))
     session = Session(b"", vocabulary.eos_ids, (), None)
-    session.give(grammar, compiler.new_matcher)
+    session.give(grammar, compiler.MATCHERS)
     session.advance([vocabulary.tokens.index('"')])
     rows = np.zeros((1, vocabulary.words), np.int32)
     assert session.write(rows) == (Entry.MASKED, 1)

@@ -29,7 +29,7 @@ class Setup:
             VERIFY,
             get=self.grammars.get,
             want=self.wanted.append,
-            new=compiler.new_matcher,
+            matchers=compiler.MATCHERS,
             **options,
         )
         self.grammar = small.compile(GrammarKind.REGEX, "abc|abd")
@@ -46,11 +46,11 @@ def test_each_position_gets_its_entry_in_alternating_rows(setup):
     engine = setup.engine
     engine.bind(2, 5, ID)
     (entry,) = engine.take()
-    assert (entry.slot, entry.slot_gen, entry.position, entry.kind, entry.count) == (2, 5, 0, Kind.MASKED, 1)
+    assert (entry.slot, entry.slot_gen, entry.position, entry.kind, entry.n_rows) == (2, 5, 0, Kind.MASKED, 1)
     assert entry.row == ring_row(0, 2, SLOTS, VERIFY) and allowed(setup.rows[entry.row]) == {ord("a")}
     engine.advance(2, 5, 0, [ord("a")], [ord("b"), ord("c")])
     (entry,) = engine.take()
-    assert entry.position == 1 and entry.count == 3 and entry.row == ring_row(1, 2, SLOTS, VERIFY)
+    assert entry.position == 1 and entry.n_rows == 3 and entry.row == ring_row(1, 2, SLOTS, VERIFY)
     assert [allowed(setup.rows[entry.row + i]) for i in range(3)] == [{ord("b")}, {*b"cd"}, {EOS}]
     assert engine.take() == []
 
@@ -143,7 +143,7 @@ def test_a_slot_whose_masks_cost_too_much_fails_alone(small):
     engine.bind(0, 1, ID)
     engine.bind(1, 1, ID)
     engine.take()
-    engine._bound[0].session._matcher = Slow(engine._bound[0].session._matcher)
+    engine._bound[0].session.live = Slow(engine._bound[0].session.live)
     for position in range(30):
         engine.advance(0, 1, position, [ord("a")])
         engine.advance(1, 1, position, [ord("a")])

@@ -20,7 +20,7 @@ def allowed(row):
 def session(small):
     def make(kind, text, *, thinking=False, stop_ids=(), give=True):
         made = Session(b"g" * 16, (EOS,), stop_ids, THINK_END if thinking else None)
-        made.late = lambda: made.give(small.compile(kind, text), compiler.new_matcher)
+        made.late = lambda: made.give(small.compile(kind, text), compiler.MATCHERS)
         if give:
             made.late()
         return made

@@ -120,7 +120,9 @@ def test_every_refused_keyword_is_refused(keyword):
     [
         (True, True),
         ({"title": "T", "description": "d"}, {}),
-        ({"minLength": 2}, {"type": "string", "pattern": r'^[^"\\\u0000-\u001f]{2,}$'}),
+        ({"minLength": 2}, {"type": "string", "minLength": 2}),
+        ({"minLength": 0}, {"type": "string"}),
+        ({"pattern": "^.{0,9}$"}, {"type": "string", "maxLength": 9}),
         ({"type": "object"}, {"type": "object", "additionalProperties": True}),
         (
             {"properties": {"a": {}}},
