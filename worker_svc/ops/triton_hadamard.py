@@ -17,4 +17,5 @@ WIDTH = 128
 def sign_matrix(device: torch.device) -> Tensor:
     """bf16 [128, 128], entry (-1)^popcount(a & b); symmetric."""
     with torch.inference_mode(False):
-        return (hadamard(torch.eye(WIDTH)) * WIDTH**0.5).round().to(device=device, dtype=torch.bfloat16)
+        signs: Tensor = (hadamard(torch.eye(WIDTH)) * WIDTH**0.5).round()
+        return torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device=device).copy_(signs)

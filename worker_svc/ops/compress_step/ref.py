@@ -42,9 +42,9 @@ def compress(
         window, exists = _windows(own, positions, slots, first_token, states, closing, ratio, ring)
         at = torch.view_as_complex(turns[(positions[closing] + 1 - ratio).long()])
         main = 4 * kv_rows.HEAD_DIM if ratio == 4 else states.shape[1]
-        kv_rows.insert_rows(_entries(window[..., :main], exists, norm, at, ratio, eps), pool, rows)
+        kv_rows.insert_rows(_entries(window[..., :main].contiguous(), exists, norm, at, ratio, eps), pool, rows)
         if index is not None:
-            keys = _entries(window[..., main:], exists, index.norm, at, ratio, eps)
+            keys = _entries(window[..., main:].contiguous(), exists, index.norm, at, ratio, eps)
             kv_rows.insert_index_rows(hadamard(keys), index.pool, rows)
     kept = positions >= 0
     if last_position is not None:
@@ -75,7 +75,7 @@ def _entries(window: Tensor, exists: Tensor, norm: Tensor, at: Tensor, ratio: in
     """[E, e] from states [E, w, 4e (C4: kv a, b, z a, b) or 2e]."""
     width = norm.shape[0]
     if ratio == 4:
-        parts = window.unflatten(2, (4, width))
+        parts = window.view(*window.shape[:2], 4, width)
         values = torch.cat([parts[:, :4, 0], parts[:, 4:, 1]], dim=1)
         scores = torch.cat([parts[:, :4, 2], parts[:, 4:, 3]], dim=1)
     else:

@@ -20,13 +20,12 @@ INDEX_PAGE_BYTES = KERNEL_PAGE * (INDEX_DIM + 4)
 
 def data_view(pool: Tensor) -> Tensor:
     """[pages, 64, 576] bytes of the data rows of an FP8 pool."""
-    return pool[:, : KERNEL_PAGE * DATA_BYTES].unflatten(1, (KERNEL_PAGE, DATA_BYTES))
+    return _part(pool, 0, DATA_BYTES)
 
 
 def scale_view(pool: Tensor) -> Tensor:
     """[pages, 64, 8] bytes of the scale rows of an FP8 pool."""
-    first = KERNEL_PAGE * DATA_BYTES
-    return pool[:, first : first + KERNEL_PAGE * SCALE_BYTES].unflatten(1, (KERNEL_PAGE, SCALE_BYTES))
+    return _part(pool, KERNEL_PAGE * DATA_BYTES, SCALE_BYTES)
 
 
 def round_rows(values: Tensor, *, bf16: bool) -> Tensor:
@@ -84,11 +83,11 @@ def gather_index_rows(pool: Tensor, rows: Tensor, codes: Tensor, scale: Tensor) 
 
 
 def _index_codes(pool: Tensor) -> Tensor:
-    return pool[:, : KERNEL_PAGE * INDEX_DIM].unflatten(1, (KERNEL_PAGE, INDEX_DIM))
+    return _part(pool, 0, INDEX_DIM)
 
 
 def _index_scale(pool: Tensor) -> Tensor:
-    return pool[:, KERNEL_PAGE * INDEX_DIM :].unflatten(1, (KERNEL_PAGE, 4))
+    return _part(pool, KERNEL_PAGE * INDEX_DIM, 4)
 
 
 def _pages(rows: Tensor) -> Tensor:
@@ -97,3 +96,8 @@ def _pages(rows: Tensor) -> Tensor:
 
 def _places(rows: Tensor) -> Tensor:
     return rows.long() % KERNEL_PAGE
+
+
+def _part(pool: Tensor, first: int, size: int) -> Tensor:
+    """[pages, 64, size]: the 64 pieces of `size` bytes of each page from byte `first` on."""
+    return pool[:, first : first + KERNEL_PAGE * size].view(pool.shape[0], KERNEL_PAGE, size)

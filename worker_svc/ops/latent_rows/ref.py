@@ -24,7 +24,8 @@ def latent_rows(
     workspace_rows: Tensor | None,
 ) -> None:
     """See the door."""
-    latent, kv = qkv.float().split([q_weight.shape[0], kv_weight.shape[0]], dim=1)
+    width = q_weight.shape[0]
+    latent, kv = qkv[:, :width].float(), qkv[:, width:].float()
     codes, exponent = quant_fp8.quantise(rms_norm(latent, q_weight, eps), quant_fp8.ACTIVATION_BLOCK)
     q_codes.copy_(codes)
     q_scale.copy_(quant_fp8.scale_value(exponent))
