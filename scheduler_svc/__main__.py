@@ -17,7 +17,7 @@ from scheduler_svc.servicer import NAME, SchedulerServicer
 async def _serve(config: SchedulerConfig) -> int:
     health, metrics, tracing = Health(), Metrics(), start_tracing("scheduler")
     metrics.listen(config.metrics_port)
-    loop = SchedulerLoop(config.limits(build_id()), health, metrics, tracing)
+    loop = SchedulerLoop(config.limits(build_id()), health, metrics, tracing, config.grammar)
     serving = Serving(
         listen=config.listen,
         insecure=config.insecure,

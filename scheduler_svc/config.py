@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from meshkit.address import parse_address
 from meshkit.command import option
 from meshkit.config import FieldError
 from scheduler_svc.core.config import SchedulerLimits
@@ -16,6 +17,7 @@ class SchedulerConfig:
     insecure: bool = option(False, "Allow plain TCP beyond loopback.")
     reflection: bool = option(False, "Describe the services to grpcurl and the like.")
     workers: tuple[str, ...] = option((), "Names of the worker groups to expect, comma separated.")
+    grammar: str = option("", "Address of the grammar service; empty: constrained requests are refused.")
     depth: int = option(2, "Step frames in a worker's hands at once, 1 to 3.")
     chunk_tokens: int = option(2048, "Most tokens in one step; the worker's own limit also binds.")
     queue_requests: int = option(4096, "Waiting choices before new ones are refused.")
@@ -37,6 +39,8 @@ class SchedulerConfig:
     log_format: Literal["text", "json"] = option("text", "Form of the log lines.")
 
     def __post_init__(self) -> None:
+        if self.grammar:
+            parse_address(self.grammar)
         if not 1 <= self.depth <= 3:
             raise FieldError("depth", "must be 1, 2 or 3")
         for name in ("chunk_tokens", "queue_requests", "queue_bytes"):

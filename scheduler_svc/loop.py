@@ -3,6 +3,7 @@
 import asyncio
 import random
 import secrets
+from dataclasses import replace
 from typing import Final
 
 from meshkit.core import Called, Reply
@@ -13,8 +14,9 @@ from meshkit.quiet import quiet_collector
 from meshkit.shell import Context, Peer, Shell
 from meshkit.wire import Link
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained, Flush
+from scheduler_svc.core.events import Compile, Drain, Drained, Flush
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.grammar_client import GrammarClient
 from scheduler_svc.spans import RequestSpans
 
 DOWN: Final[dict[Peer, Link]] = {"gateway": Link.GATEWAY_DOWN, "worker": Link.WORKER_DOWN}
@@ -23,22 +25,33 @@ DOWN: Final[dict[Peer, Link]] = {"gateway": Link.GATEWAY_DOWN, "worker": Link.WO
 class SchedulerLoop:
     """Owns the core; `servicer` calls in, `__main__` runs it. Make it inside the event loop."""
 
-    def __init__(self, limits: SchedulerLimits, health: Health, metrics: Metrics, tracing: Tracing) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, health: Health, metrics: Metrics, tracing: Tracing, grammar: str = ""
+    ) -> None:
+        limits = replace(limits, grammar=bool(grammar))
         self.core = Scheduler(limits, random.Random(secrets.randbits(128)), secrets.randbits(64) | 1)
         self.shell = Shell(RequestSpans(self.core, tracing), self._effect, metrics)
         self._health = health
         self._calls: dict[int, asyncio.Future[SubmitReply]] = {}
         self._call = 0
         self._drained = asyncio.Event()
+        self._grammar = GrammarClient(grammar, self.shell.post, metrics) if grammar else None
+        self._grammar_queue = metrics.gauge(
+            "sglang:num_grammar_queue_reqs", "Requests that wait for their grammar to be compiled"
+        )
 
     async def run(self) -> None:
         """The core's life; also tells the health service whether a worker serves."""
-        watcher = asyncio.create_task(self._watch_ready())
+        tasks = [asyncio.create_task(self._watch_ready())]
+        if self._grammar is not None:
+            tasks.append(asyncio.create_task(self._grammar.run()))
         try:
             async with quiet_collector(self._busy):
                 await self.shell.run()
         finally:
-            watcher.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _busy(self) -> bool:
         """A worker has frames in its hands."""
@@ -85,6 +98,9 @@ class SchedulerLoop:
                 waiting = self._calls.get(call)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
+            case Compile():
+                assert self._grammar is not None, "the core asks for grammars only where there is a service"
+                self._grammar.compile(effect)
             case Drained():
                 self._drained.set()
             case _:
@@ -93,4 +109,5 @@ class SchedulerLoop:
     async def _watch_ready(self) -> None:
         while True:
             await self._health.set_ready(self.core.status().ready)
+            self._grammar_queue.put(self.core.state.grammars.pending)
             await asyncio.sleep(0.1)

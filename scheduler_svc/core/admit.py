@@ -14,6 +14,7 @@ from meshkit.frames import TailLoad
 from meshkit.types import PAGE_TOKENS
 from scheduler_svc.core import finish
 from scheduler_svc.core.fork import init, reserve_follower
+from scheduler_svc.core.grammar import refresh
 from scheduler_svc.core.keymap import I64, key_columns
 from scheduler_svc.core.mixed import Sharing
 from scheduler_svc.core.policy import growth_pages
@@ -23,7 +24,7 @@ from scheduler_svc.core.reuse import Action, Decision, Prices, decide
 from scheduler_svc.core.room import make_room, room
 from scheduler_svc.core.rows import Draft, append, evict_orphan, give_spare
 from scheduler_svc.core.seal import key_of
-from scheduler_svc.core.state import Rank, State, Worker
+from scheduler_svc.core.state import MS, Rank, State, Worker
 from scheduler_svc.core.tails import NO_TAIL, Reason, save_points
 
 UNKNOWN_LAYERS = 1 << 30
@@ -295,6 +296,7 @@ def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
     give_spare(st, worker, draft, seq)
     append(draft, seq, shared.tolist() + [rank.pages.take() for _ in range(need)])
     draft.inits.append(init(seq))
+    refresh(st, seq.req.grammar, st.limits.refresh_ms * MS)
     finish.add_running(worker, seq)
     seq.planned_step = draft.step  # in this frame already: not to be preempted by it
     st.turns.started(seq, max(0.0, weight(st, seq) - decision.start))

@@ -138,7 +138,12 @@ def _hold(st: State, rank: Rank, pages: tuple[int, ...]) -> Hold:
 
 
 def claim(st: State, req: Request) -> None:
-    """Adopt or free the dumped slots of a request that is known now; those of choices it does not have are freed."""
+    """Adopt or free the dumped slots of a request that is known now; those of choices it does not have are freed.
+
+    They wait for one whose grammar is not there yet: it holds no slot.
+    """
+    if req.pending:
+        return
     for worker in st.workers.values():
         if not worker.orphans:
             continue

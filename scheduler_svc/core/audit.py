@@ -32,7 +32,8 @@ def adds_up(st: State) -> bool:
 
 def gauges(st: State) -> dict[str, int]:
     """Class sizes summed over ranks, and lengths of the queues."""
-    out = {"waiting": len(st.queue), "waiting_bytes": st.queue.nbytes, "requests": len(st.requests)}
+    out = {"waiting": len(st.queue) + st.queue.held, "waiting_bytes": st.queue.nbytes, "requests": len(st.requests)}
+    out |= {"grammar_queue": st.grammars.pending, "grammars": len(st.grammars.by_key)}
     out["running"] = sum(len(w.running) for w in st.workers.values())
     for name in ("pages", "tails", "slots"):
         pools: list[Pool] = [getattr(rank, name) for w in st.workers.values() for rank in w.ranks]
@@ -121,7 +122,10 @@ def holds(st: State) -> Iterator[Hold]:
 def _check_seqs(st: State) -> None:
     queued = list(st.queue)
     assert [s.key for s in queued] == sorted(s.key for s in queued), "the queue is out of order"
-    assert st.queue.nbytes == sum(s.nbytes for s in queued), "the queue's bytes are off"
+    held = st.queue.held_seqs()
+    assert len(held) == st.queue.held, "held choices are miscounted"
+    assert all(s.phase is Phase.PENDING and s.req.pending for s in held), "only choices without a grammar are held"
+    assert st.queue.nbytes == sum(s.nbytes for s in (*queued, *held)), "the queue's bytes are off"
     placed: Counter[int] = Counter()
     for worker in st.workers.values():
         flying: Counter[int] = Counter()
@@ -140,7 +144,8 @@ def _check_seqs(st: State) -> None:
         for seq in worker.preempting:
             assert seq.phase is Phase.PREEMPTING and seq.flying == flying[id(seq)] > 0, "preempting waits for a frame"
         placed.update(id(s) for s in (*worker.running, *worker.preempting))
-    placed.update(id(s) for s in queued)
+    placed.update(id(s) for s in (*queued, *held))
+    _check_grammars(st)
     for req in st.requests.values():
         assert req.choices, "a request without choices is forgotten"
         for seq in req.choices:
@@ -152,6 +157,21 @@ def _check_seqs(st: State) -> None:
             placed[id(seq)] = 0
     assert not any(placed.values()), "a list holds a choice of no request"
     assert len(st.rows) == sum(len(r.choices) for r in st.requests.values()), "a row of no request"
+
+
+def _check_grammars(st: State) -> None:
+    """Every live constrained request is a user of its grammar, and no other; who waits is waited for."""
+    table = st.grammars
+    users = {rid: grammar for grammar in table.by_key.values() for rid in grammar.users}
+    assert users == {rid: r.grammar for rid, r in st.requests.items() if r.grammar is not None}, "a grammar's users"
+    for grammar in table.by_key.values():
+        assert grammar.users or grammar.ticket, "a grammar that nobody needs is kept"
+        assert grammar.grammar_id or grammar.ticket or grammar.retry_ns, "nobody asks for a grammar"
+        assert not grammar.ticket or table.by_ticket[grammar.ticket] is grammar, "a compile of another grammar"
+    assert len(table.by_ticket) == sum(bool(grammar.ticket) for grammar in table.by_key.values()), "lost compiles"
+    for req in st.requests.values():
+        assert req.pending or not req.calls, "an accepted request has calls that wait"
+        assert not req.pending or all(not s.slot >= 0 for s in req.choices), "a pending request holds a slot"
 
 
 def _check_seq(seq: Seq, flying: int) -> None:

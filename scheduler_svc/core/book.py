@@ -10,6 +10,7 @@ import numpy as np
 from meshkit.frames import LogprobColumns, ResultFrame, RowState
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import finish
+from scheduler_svc.core.grammar import refresh
 from scheduler_svc.core.lanes import I64, Bools
 from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.request import Phase, Seq
@@ -27,6 +28,7 @@ def book(st: State, worker: Worker, record: Record, result: ResultFrame) -> None
         worker.cost.observe(record.shape, result.t_end_ns - result.t_start_ns)
     _spares(worker, record, result)
     entries = _logprob_entries(result.logprobs)
+    faults = {fault.row_index: (fault.code, fault.message) for fault in result.faults}
     ends = np.cumsum(result.counts, dtype=np.int64)
     rows = [*_book_lanes(st, worker, record, result, ends), *zip(record.rows_at.tolist(), record.rows, strict=True)]
     for i, row in rows:
@@ -35,6 +37,9 @@ def book(st: State, worker: Worker, record: Record, result: ResultFrame) -> None
         seq = row.seq
         if seq.gen != row.gen or seq.worker != worker.name:
             st.total("stale_rows")
+            continue
+        if result.states[i] == RowState.FAILED:
+            _fail_row(st, seq, faults.get(i))
             continue
         _book_row(st, worker, row, int(result.states[i]), ids, entries.get(i))
         if seq.lanes is None and seq.phase is Phase.DECODE:
@@ -82,6 +87,14 @@ def _one_by_one(record: Record, which: Bools) -> list[tuple[int, Row]]:
     return [(int(record.slots_at[i]), Row(record.seqs[i], gens[i], False, 0, 1, True)) for i in left]
 
 
+def _fail_row(st: State, seq: Seq, fault: tuple[str, str] | None) -> None:
+    """The worker cannot go on with this row: nothing was sampled, and its choice ends."""
+    st.count("rows_failed")
+    if fault is None:
+        st.fault("failure_without_reason")
+    finish.end(st, seq, FinishReason.ERROR, fault or ("sampling_fault", "the worker did not say why"))
+
+
 def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], logprobs: list[Entry] | None) -> None:
     seq = row.seq
     seq.flying -= 1
@@ -101,6 +114,7 @@ def _book_row(st: State, worker: Worker, row: Row, state: int, ids: list[int], l
         seq.length = row.start + row.n
     elif state == RowState.PARKED and row.sample:
         st.total("parked_rows")
+        refresh(st, seq.req.grammar, st.limits.refresh_parked_ms * MS)
         if row.chunk:
             seq.length = row.start + row.n - 1  # the worker feeds its last id again, as a decode row
             seq.fed -= 1
@@ -183,4 +197,6 @@ def check_result(record: Record, result: ResultFrame) -> str:
     rows = result.spare_rows
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < record.size:
         return "spare names a row that is not there"
+    if any(not 0 <= fault.row_index < record.size for fault in result.faults):
+        return "a fault names a row that is not there"
     return ""

@@ -50,6 +50,13 @@ class SchedulerLimits:
     resume_wait_ms: int = 1_000  # after start: resubmitted requests wait so long for the workers' dumps
     no_worker_grace_ms: int = 30_000  # after start: requests may wait for a first worker
     orphan_ms: int = 5_000  # a dumped slot waits so long for its request
+    grammar: bool = False  # there is a grammar service: constrained requests are served
+    grammar_bytes: int = 1 << 20  # longest source of a grammar
+    compile_ms: int = 10_000  # deadline of one compile
+    grammar_wait_ms: int = 20_000  # a new request waits so long for its grammar, tries included
+    refresh_ms: int = 10_000  # a grammar that was asked for longer ago is asked for again when a slot will need it, ...
+    refresh_parked_ms: int = 1_000  # ... and after so long when a row waits for its masks
+
     gateway_grace_ms: int = 30_000  # requests of a vanished gateway live on so long
     rebind_grace_ms: int = 5_000  # the same once that gateway is back and has not resubmitted them
     suspect_ms: int = 5_000  # a lost worker that is not back by then has crashed

@@ -25,7 +25,7 @@ def refuse(st: State, sub: Submit, choices: int, nbytes: int) -> SubmitReply | N
 def queue_full(st: State, tenant: str, choices: int, nbytes: int) -> bool:
     """Whether so much more is too much. Who has little waiting finds a reserve when others have filled the queue."""
     limits, queue = st.limits, st.queue
-    count, size = len(queue) + choices, queue.nbytes + nbytes
+    count, size = len(queue) + queue.held + choices, queue.nbytes + nbytes
     if count <= limits.queue_requests and size <= limits.queue_bytes:
         return False
     waiting, waiting_bytes = queue.of_tenant(tenant)

@@ -6,8 +6,9 @@ those of a preempted one when its last frame in flight is booked, because only t
 
 from bisect import bisect_left, insort
 
-from meshkit.frames import SlotFree
+from meshkit.frames import SlotFree, SubmitReply, Verdict
 from meshkit.types import FinishReason
+from scheduler_svc.core import answers, grammar
 from scheduler_svc.core.outbox import Entry
 from scheduler_svc.core.prefix import Hold
 from scheduler_svc.core.request import Phase, Request, Seq
@@ -79,6 +80,8 @@ def unplace(st: State, seq: Seq) -> None:
     """Take a choice from wherever it is: queue, slot or both. Afterwards it is in no list; its phase is DONE."""
     if seq.phase is Phase.QUEUED:
         st.queue.remove(seq)
+    elif seq.phase is Phase.PENDING:
+        st.queue.unhold(seq)
     elif seq.phase is not Phase.DONE:
         worker = st.workers[seq.worker]
         rank = worker.ranks[seq.rank]
@@ -108,6 +111,8 @@ def forget(st: State, seq: Seq) -> None:
     seq.req.choices.remove(seq)
     if not seq.req.choices:
         st.requests.pop(seq.req.request_id, None)
+        answers.cancelled(st, seq.req)
+        grammar.leave(st, seq.req)
 
 
 def close(st: State, seq: Seq) -> None:
@@ -137,7 +142,9 @@ def end(
 
 
 def end_request(st: State, req: Request, code: str, message: str) -> None:
-    """Typed error for every open choice."""
+    """Typed error for every open choice. A Submit that still waits is accepted: the error follows."""
+    if req.pending:
+        answers.answer(st, req, SubmitReply(Verdict.ACCEPTED))
     for seq in list(req.choices):
         if seq.finish is FinishReason.NONE:
             end(st, seq, FinishReason.ERROR, (code, message))

@@ -13,7 +13,8 @@ from scheduler_svc.core.state import Rank, State, Worker
 
 def init(seq: Seq) -> SlotInit:
     """What the worker needs to know of a choice that gets a slot."""
-    params = seq.req.params
+    params, grammar = seq.req.params, seq.req.grammar
+    assert grammar is None or grammar.grammar_id, "a choice gets a slot once its grammar is there"
     return SlotInit(
         slot=seq.slot,
         slot_gen=seq.gen,
@@ -24,8 +25,10 @@ def init(seq: Seq) -> SlotInit:
         seed=seq.req.seed,
         start=seq.fed,
         n_emitted=len(seq.emitted),
-        emitted=tuple(seq.emitted) if params.reads_output else (),
+        emitted=tuple(seq.emitted) if params.reads_output or grammar is not None else (),
         prompt=tuple(seq.req.prompt.tolist()) if params.reads_prompt else (),
+        grammar_id=grammar.grammar_id if grammar is not None else b"",
+        thinking=seq.req.thinking,
     )
 
 

@@ -27,11 +27,13 @@ class Lane:
 class WaitQueue:
     """Sorted list of queued choices, the bytes of their ids, and their lanes."""
 
-    __slots__ = ("_lanes", "_seqs", "nbytes", "tokens")
+    __slots__ = ("_held", "_lanes", "_seqs", "held", "nbytes", "tokens")
 
     def __init__(self) -> None:
         self._seqs: list[Seq] = []
         self._lanes: dict[tuple[int, str], Lane] = {}
+        self._held: dict[str, Lane] = {}  # by tenant
+        self.held = 0  # choices that wait for a grammar: counted here, in no lane
         self.nbytes = 0
         self.tokens = 0
 
@@ -54,7 +56,33 @@ class WaitQueue:
     def of_tenant(self, tenant: str) -> tuple[int, int]:
         """How many choices of this tenant wait, and their bytes."""
         lanes = [lane for (_, name), lane in self._lanes.items() if name == tenant]
+        lanes += [self._held[tenant]] if tenant in self._held else []
         return sum(len(lane.seqs) for lane in lanes), sum(lane.nbytes for lane in lanes)
+
+    def hold(self, seq: Seq) -> None:
+        """A choice that cannot be admitted yet: its bytes count, it is next to nobody."""
+        seq.phase = Phase.PENDING
+        lane = self._held.setdefault(seq.req.tenant, Lane())
+        insort(lane.seqs, seq, key=_key)
+        lane.nbytes += seq.nbytes
+        self.held += 1
+        self.nbytes += seq.nbytes
+
+    def unhold(self, seq: Seq) -> None:
+        """Take it out again; its ids must not have changed since."""
+        lane = self._held[seq.req.tenant]
+        at = bisect_left(lane.seqs, seq.key, key=_key)
+        assert lane.seqs[at] is seq, "a held choice is where its key says"
+        del lane.seqs[at]
+        lane.nbytes -= seq.nbytes
+        if not lane.seqs:
+            del self._held[seq.req.tenant]
+        self.held -= 1
+        self.nbytes -= seq.nbytes
+
+    def held_seqs(self) -> list[Seq]:
+        """All of them, for recounts."""
+        return [seq for lane in self._held.values() for seq in lane.seqs]
 
     def add(self, seq: Seq) -> None:
         seq.phase = Phase.QUEUED

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 from meshkit.frames import I32
 from meshkit.types import PAGE_TOKENS, FinishReason, RequestId, SamplingParams
+from scheduler_svc.core.grammar import Grammar
 from scheduler_svc.core.keymap import I64
 from scheduler_svc.core.lanes import Lanes
 from scheduler_svc.core.prefix import Hold
@@ -26,6 +27,7 @@ class Phase(IntEnum):
     PREEMPTING = 4  # its slot is freed; rows of frames in flight still count
     CLOSING = 5  # ended for its gateway; its slot goes with the next frame
     DONE = 6
+    PENDING = 7  # its grammar is not there yet: it is counted as waiting, but cannot be admitted
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +70,16 @@ class Request:
     suspects: list[tuple[str, int]] = field(default_factory=list)  # (group, boot) of losses not known to be crashes
     hold_until_ns: int = 0
     expire_ns: int = 0  # its gateway vanished: cancelled then unless resubmitted; 0 while it listens
+    grammar: Grammar | None = None
+    thinking: bool = False  # the constraint arms after </think>
+    pending_ns: int = 0  # since when it waits for its grammar
+    calls: list[int] = field(default_factory=list)  # Submits that wait with it
     choices: list["Seq"] = field(default_factory=list)
+
+    @property
+    def pending(self) -> bool:
+        """Its grammar is not there yet."""
+        return self.grammar is not None and not self.grammar.grammar_id
 
     @property
     def all_kills(self) -> int:

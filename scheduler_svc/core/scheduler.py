@@ -25,9 +25,9 @@ from meshkit.frames import (
     WorkerHello,
 )
 from meshkit.types import PAGE_TOKENS
-from scheduler_svc.core import admit, adopt, attach, audit, door, finish, plan, room
+from scheduler_svc.core import admit, adopt, attach, audit, compiled, door, finish, plan, room
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained, Flush
+from scheduler_svc.core.events import Compiled, Drain, Drained, Flush, GrammarStarted
 from scheduler_svc.core.explain import Explanation, explain
 from scheduler_svc.core.keymap import key_columns
 from scheduler_svc.core.reuse import Decision, decide
@@ -101,7 +101,12 @@ class Scheduler:
             case Received(conn=conn, envelope=envelope):
                 self._received(conn, envelope)
             case Called(call=call, request=request):
-                st.effects.append(Reply(call, submit(st, request)))
+                if (reply := submit(st, request, call)) is not None:
+                    st.effects.append(Reply(call, reply))
+            case Compiled(ticket=ticket, answer=answer):
+                compiled.compiled(st, ticket, answer)
+            case GrammarStarted(boot=boot):
+                compiled.service_started(st, boot)
             case Opened(conn=conn, peer=peer):
                 st.conns[conn] = Conn(conn, peer, st.now, st.now)
             case Closed(conn=conn):
@@ -177,6 +182,7 @@ class Scheduler:
         self._streams()
         door.learn(st)
         attach.suspects_due(st)
+        compiled.due(st)
         for req in list(st.requests.values()):
             if req.expire_ns and st.now >= req.expire_ns:
                 st.count("requests_abandoned")

@@ -18,6 +18,7 @@ from meshkit.types import FinishReason, ModelInfo, RequestId
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.cost import CostModel, Shape
 from scheduler_svc.core.forecast import Outputs
+from scheduler_svc.core.grammar import Grammars
 from scheduler_svc.core.lanes import I64, Lanes
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.outbox import Entry, Outbox
@@ -203,6 +204,7 @@ class State:
         self.requests: dict[RequestId, Request] = {}
         self.rows: dict[RowKey, Seq] = {}
         self.queue = WaitQueue()
+        self.grammars = Grammars()
         self.turns = Turns(limits.policy, limits.quantum)
         self.outputs = Outputs()
         self.wait_ns = 0.0  # forecast of a short newcomer's wait; 0 = nobody waits, or unknown
@@ -285,7 +287,7 @@ class State:
             draining=self.draining,
             model=self.model,
             running=sum(len(w.running) for w in self.workers.values()),
-            waiting=len(self.queue) + sum(len(w.preempting) for w in self.workers.values()),
+            waiting=len(self.queue) + self.queue.held + sum(len(w.preempting) for w in self.workers.values()),
             pages_total=sum(r.pages.size for r in ranks),
             pages_free=sum(len(r.pages.free) + r.pages.cached for r in ranks),
             slots_total=sum(r.slots.size for r in ranks),

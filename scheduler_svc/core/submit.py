@@ -1,4 +1,6 @@
-"""Answers to Submit: one verdict per (request_id, attempt), and what a higher attempt means for a request we know.
+"""What a Submit does: one verdict per (request_id, attempt), and what a higher attempt means for a request we know.
+
+A request whose grammar is not there yet queues at once and is answered with the grammar's verdict (`compiled`).
 
 A resubmission names the ids its gateway has. If what we hold goes on from exactly those, the slot stays, the row is
 renamed and the missing ids are sent again; otherwise the gateway's ids are the truth and the choice starts over.
@@ -9,44 +11,45 @@ import heapq
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
 from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
-from scheduler_svc.core import adopt, door, finish
+from scheduler_svc.core import adopt, answers, door, finish, grammar
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
-from scheduler_svc.core.state import MS, Known, State, emit
+from scheduler_svc.core.state import MS, State, emit
+
+NO_SERVICE = (
+    "no grammar service is configured; start one (`v4mesh serve grammar`) and name its address in [scheduler] and "
+    "[worker] as `grammar`"
+)
 
 
-def submit(st: State, sub: Submit) -> SubmitReply:
-    """Decide, remember the answer and act on it."""
+def submit(st: State, sub: Submit, call: int) -> SubmitReply | None:
+    """Decide, remember the answer and act on it. None: `call` is answered later."""
     known, live = st.known.get(sub.request_id), st.requests.get(sub.request_id)
     if known is not None and sub.attempt in known.answers:
         st.total("submits_repeated")
         return known.answers[sub.attempt]
     if live is not None and sub.attempt == live.attempt:  # it outlived its answer
         st.total("submits_repeated")
-        return SubmitReply(Verdict.ACCEPTED)
+        if live.pending:
+            answers.wait(st, live, call)
+            return None
+        return SubmitReply(Verdict.ACCEPTED, grammar_rev=live.grammar.made_under if live.grammar is not None else "")
     if sub.attach_id not in st.listeners:
         st.count("submits_stale")
         return SubmitReply(Verdict.STALE_ATTACH, "this attachment is not open; attach again and resubmit")
     highest = max(known.attempt if known is not None else 0, live.attempt if live is not None else 0)
     if sub.attempt < highest:
         return SubmitReply(Verdict.SUPERSEDED, f"attempt {highest} is known")
+    if live is not None:
+        answers.supersede(st, live, sub.attempt)
     reply = _decide(st, sub)
-    _remember(st, sub, reply)
-    st.total(f"submits_{reply.verdict.name.lower()}")
+    if reply.verdict is Verdict.ACCEPTED and (req := st.requests.get(sub.request_id)) is not None:
+        if req.pending:
+            answers.wait(st, req, call)
+            return None
+        if req.grammar is not None:
+            reply = SubmitReply(Verdict.ACCEPTED, grammar_rev=req.grammar.made_under)
+    answers.remember(st, sub.request_id, sub.attempt, reply)
     return reply
-
-
-def _remember(st: State, sub: Submit, reply: SubmitReply) -> None:
-    known = st.known.get(sub.request_id)
-    if known is None:
-        known = st.known[sub.request_id] = Known(sub.attempt, {}, 0)
-        while len(st.known) > st.limits.tombstones:
-            st.known.popitem(last=False)
-    known.attempt = sub.attempt
-    known.answers[sub.attempt] = reply
-    if len(known.answers) > 8:  # older attempts are superseded by now
-        del known.answers[min(known.answers)]
-    known.expires_ns = st.now + st.limits.tombstone_ms * MS
-    st.known.move_to_end(sub.request_id)
 
 
 def _decide(st: State, sub: Submit) -> SubmitReply:
@@ -81,6 +84,8 @@ def _invalid(st: State, sub: Submit) -> str:
         return f"max_tokens: {sub.params.max_tokens} is not positive"
     if sub.page_keys and len(sub.page_keys) != len(sub.prompt) // PAGE_TOKENS:
         return f"page_keys: {len(sub.page_keys)} keys for {len(sub.prompt) // PAGE_TOKENS} full pages"
+    if sub.grammar is not None and len(sub.grammar.text) > st.limits.grammar_bytes:
+        return f"grammar: {len(sub.grammar.text)} characters, the limit is {st.limits.grammar_bytes}"
     for c in sub.choices:
         other = st.rows.get((sub.attach_id, c.row, c.row_gen))
         if other is not None:
@@ -105,6 +110,8 @@ def never_fits(st: State, prompt: int, max_tokens: int) -> str:
 def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply | None:
     if st.draining:
         return SubmitReply(Verdict.DRAINING, "shutting down", 1_000)
+    if sub.grammar is not None and not st.limits.grammar:
+        return SubmitReply(Verdict.BAD_GRAMMAR, NO_SERVICE, place="scheduler.grammar")
     too_big = never_fits(st, len(sub.prompt), sub.params.max_tokens)
     if too_big:
         return SubmitReply(Verdict.NEVER_FITS, too_big)
@@ -112,8 +119,9 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
     if not st.workers and not hoping:
         return SubmitReply(Verdict.NO_WORKER, "no worker has attached", 1_000)
     nbytes = sum(4 * (len(sub.prompt) + len(c.emitted)) + 1024 for c in choices)
+    nbytes += len(sub.grammar.text) if sub.grammar is not None else 0
     if door.queue_full(st, sub.tenant, len(choices), nbytes):
-        return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue)} choices wait", st.retry_after_ms())
+        return SubmitReply(Verdict.QUEUE_FULL, f"{len(st.queue) + st.queue.held} choices wait", st.retry_after_ms())
     return door.refuse(st, sub, len(choices), nbytes)
 
 
@@ -137,6 +145,9 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
     )
+    if sub.grammar is not None:
+        req.grammar, req.thinking = st.grammars.of(sub.tenant, sub.grammar), sub.grammar.thinking
+        req.pending_ns = st.now
     if sub.attempt > 1 and not dumps_done(st):
         req.hold_until_ns = st.started_ns + st.limits.resume_wait_ms * MS
     st.requests[sub.request_id] = req
@@ -178,7 +189,9 @@ def _add_choice(st: State, req: Request, c: SubmitChoice) -> None:
 def _start(st: State, seq: Seq) -> None:
     """Queue a choice, unless its ids say that it has ended already."""
     reason = finish.reason_for(st, seq) if seq.emitted else FinishReason.NONE
-    if reason is FinishReason.NONE:
+    if reason is FinishReason.NONE and seq.req.pending:
+        st.queue.hold(seq)
+    elif reason is FinishReason.NONE:
         st.queue.add(seq)
     else:
         finish.end(st, seq, reason)
@@ -223,6 +236,7 @@ def _settle_table(st: State, req: Request) -> None:
     """Choices may have ended while others were still being added: the table holds the request iff one is left."""
     if req.choices:
         st.requests[req.request_id] = req
+        grammar.join(st, req)
     else:
         st.requests.pop(req.request_id, None)
 

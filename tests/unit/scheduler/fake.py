@@ -41,11 +41,16 @@ def ended(params, token, n_emitted):
     return FinishReason.LENGTH if n_emitted >= params.max_tokens else FinishReason.NONE
 
 
-def reference(prompt, params, seed, choice):
+def constrain(crc, grammar_id, out):
+    """What a constrained row draws from also depends on the grammar and on all ids it has emitted."""
+    return zlib.crc32(grammar_id, crc ^ crc_of(out)) if grammar_id else crc
+
+
+def reference(prompt, params, seed, choice, grammar_id=b""):
     """The ids and finish reason of an undisturbed run."""
     crc, out = crc_of(prompt), []
     while True:
-        token = draw(crc, seed, choice, len(out))
+        token = draw(constrain(crc, grammar_id, out), seed, choice, len(out))
         out.append(token)
         crc = mix(crc, token)
         reason = ended(params, token, len(out))
@@ -95,6 +100,7 @@ class FakeWorker:
         self.frames = deque()
         self.log = []
         self.park = lambda row: False
+        self.fail = lambda row: None  # -> (code, message)
 
     def say_hello(self):
         self.step = 0
@@ -191,7 +197,7 @@ class FakeWorker:
         saves = {}
         for n, pos, tail in fr.tail_saves:
             saves.setdefault(n, []).append((pos, tail))
-        states, counts, tokens, spares = [], [], [], []
+        states, counts, tokens, spares, faults = [], [], [], [], []
         for i, n in enumerate(slots):
             s = self.slots[n]
             start, ids, write_from, sample = chunks.get(i, (len(s.ids), [s.next], 0, 1))
@@ -204,6 +210,12 @@ class FakeWorker:
             assert start == len(s.ids), "a chunk starts at the slot's length"
             assert not s.fresh or start == s.init.start
             s.fresh = False
+            if sample and (fault := self.fail((n, s))):
+                s.finished = True
+                states.append(f.RowState.FAILED)
+                counts.append(0)
+                faults.append(f.RowFault(i, *fault))
+                continue
             if sample and self.park((n, s)):
                 if i in chunks:
                     # The forward ran, saves included; only its last token is given up.
@@ -218,7 +230,7 @@ class FakeWorker:
                 states.append(f.RowState.CHUNK)
                 counts.append(0)
             else:
-                token = draw(s.crc, s.init.seed, s.init.choice, s.n_emitted)
+                token = draw(constrain(s.crc, s.init.grammar_id, s.out), s.init.seed, s.init.choice, s.n_emitted)
                 s.next, s.n_emitted = token, s.n_emitted + 1
                 s.out.append(token)
                 s.finished = bool(ended(s.init.params, token, s.n_emitted))
@@ -248,7 +260,7 @@ class FakeWorker:
             step=fr.step, t_start_ns=fr.step * 10**7, t_end_ns=fr.step * 10**7 + 5 * 10**6,
             states=np.array(states, np.uint8), counts=np.array(counts, np.uint8), tokens=np.array(tokens, np.int32),
             spare_rows=np.array([r for r, _ in spares], np.int32),
-            spare_positions=np.array([p for _, p in spares], np.int32),
+            spare_positions=np.array([p for _, p in spares], np.int32), faults=tuple(faults),
         )  # fmt: skip
 
     def _replay(self, s, start, write_from):
@@ -315,6 +327,8 @@ class Journal:
     rows: dict = field(default_factory=dict)  # (row, gen) -> choice
     closed: bool = False
     verdict: object = None
+    grammar: object = None  # the source
+    grammar_id: bytes = b""
 
 
 def params(max_tokens=8, **kw):

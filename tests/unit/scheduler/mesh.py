@@ -1,5 +1,6 @@
 """Drives a Scheduler with fake workers and gateways, one event at a time, checking every pool after each."""
 
+import hashlib
 import random
 
 import numpy as np
@@ -8,11 +9,15 @@ from meshkit import frames as f
 from meshkit.core import Called, Close, Closed, Count, Opened, Received, Reply, Send, Tick, WakeAt
 from meshkit.types import FinishReason, RequestId
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained, Flush
+from scheduler_svc.core.events import Compile, CompileAnswer, Compiled, Drain, Drained, Flush, GrammarStarted, Outcome
 from scheduler_svc.core.scheduler import Scheduler
 from tests.unit.scheduler.fake import FakeWorker, Journal, Stream, params, reference
 
 MS = 1_000_000
+
+
+def id_of(kind, text, rev):
+    return hashlib.blake2b(f"{int(kind)} {text} {rev}".encode(), digest_size=16).digest()
 
 
 class Gate:
@@ -76,6 +81,7 @@ class Mesh:
         self.workers, self.gates = {}, {}
         self.conns = {}  # conn -> FakeWorker | Gate
         self.replies, self.effects, self.wake = {}, [], 0
+        self.compiles = []  # not answered yet
         self.next_conn, self.next_call, self.next_id = 1, 1, 1
         self.drained = False
         self.beat = 0
@@ -98,6 +104,8 @@ class Mesh:
                     self.replies[call] = reply
                 case WakeAt(at_ns=at):
                     self.wake = at
+                case Compile():
+                    self.compiles.append(e)
                 case Drained():
                     self.drained = True
                 case Count():
@@ -200,7 +208,8 @@ class Mesh:
     def call(self, sub):
         call, self.next_call = self.next_call, self.next_call + 1
         self.event(Called(call, sub))
-        return self.replies[call]
+        self.last_call = call
+        return self.replies.get(call)
 
     def journal(self, prompt, n=1, seed=None, priority=0, **kw):
         rid = RequestId(self.next_id.to_bytes(16, "big"))
@@ -226,14 +235,17 @@ class Mesh:
             attach_id=gate.attach_id, request_id=journal.request_id, attempt=journal.attempt, choices=tuple(choices),
             params=journal.params, seed=journal.seed, remaining_ms=remaining_ms,
             prompt=np.array(journal.prompt, np.int32), priority=journal.priority, kill_count=kills, tenant="t",
+            grammar=journal.grammar,
         )  # fmt: skip
 
-    def submit(self, gate, prompt=8, n=1, journal=None, remaining_ms=600_000, kills=0, **kw):
+    def submit(self, gate, prompt=8, n=1, journal=None, remaining_ms=600_000, kills=0, grammar=None, **kw):
         journal = journal or self.journal(prompt, n, **kw)
+        journal.grammar = grammar or journal.grammar
         sub = self.request(gate, journal, remaining_ms, kills=kills)
         for key, c in journal.rows.items():
             gate.rows[key] = (journal, c)
         journal.verdict = self.call(sub)
+        journal.call = self.last_call
         journal.sub = sub
         return journal
 
@@ -253,6 +265,21 @@ class Mesh:
             del gate.rows[k]
         self.up(gate, f.StopRows(rows, gens, keeps) if stop else f.CancelRows(rows, gens))
 
+    # ---- the grammar service ----
+
+    def answer(self, outcome=Outcome.OK, *, compile=None, rev="rev1", **fields):
+        """Answer the oldest open compile (or that one); None is no answer. Returns the grammar's id."""
+        compile = compile or self.compiles[0]
+        self.compiles.remove(compile)
+        grammar_id = id_of(compile.kind, compile.text, rev)
+        if outcome is Outcome.OK:
+            fields = {"grammar_id": grammar_id, "grammar_rev": rev, **fields}
+        self.event(Compiled(compile.ticket, None if outcome is None else CompileAnswer(outcome, **fields)))
+        return grammar_id
+
+    def grammar_boot(self, boot):
+        self.event(GrammarStarted(boot))
+
     def flush(self):
         self.event(Flush())
         self.run()
@@ -265,7 +292,8 @@ class Mesh:
     def expect(self, *journals):
         for j in journals:
             for c, s in enumerate(j.streams):
-                assert (s.ids, s.reason) == reference(j.prompt, j.params, j.seed, c), (j.request_id, c, s)
+                right = reference(j.prompt, j.params, j.seed, c, j.grammar_id)
+                assert (s.ids, s.reason) == right, (j.request_id, c, s)
 
     def reference(self, journal, choice):
         return reference(journal.prompt, journal.params, journal.seed, choice)
@@ -283,7 +311,8 @@ class Mesh:
         load = self.core.load()
         for name in ("pages", "tails", "slots"):
             assert load[f"{name}_owned"] == load[f"{name}_cached"] == 0, load
-        assert load["requests"] == load["waiting"] == 0
+        assert load["requests"] == load["waiting"] == load["grammar_queue"] == 0
+        assert load["grammars"] == len(self.compiles)
         assert not self.core.faults, self.core.faults
         for w in self.workers.values():
             if w.conn in self.conns:
