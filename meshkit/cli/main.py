@@ -26,6 +26,7 @@ COMMANDS = {
     "up": ("meshkit.cli.up:up", "Start all services here, supervised; no model named: the shipped demo model."),
     "serve": ("meshkit.cli.serve:serve", "Start with the flags of the operators' guide (SGLang and vLLM names)."),
     "chat": ("meshkit.cli.chat:chat", "Talk to a running mesh."),
+    "top": ("meshkit.cli.top:top", "Watch a running mesh: load, speed, memory, latencies, errors."),
     "bench": ("meshkit.cli.bench:bench", "Load a running mesh and measure it."),
     "doctor": ("meshkit.cli.doctor:doctor", "Check this machine: what works, what does not, what to do."),
     "config": ("meshkit.cli.config_cmd:config", "Show, check and describe the configuration."),
