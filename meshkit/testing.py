@@ -38,7 +38,7 @@ from meshkit.frames import (
 )
 from meshkit.health import READY, Health
 from meshkit.server import Serving, start_server
-from meshkit.types import PROTO_REV, FinishReason, RequestId, SamplingParams
+from meshkit.types import PROTO_REV, FinishReason, GrammarSource, RequestId, SamplingParams
 
 
 class FakeClock:
@@ -120,6 +120,7 @@ class GatewayProbe:
         attempt: int = 1,
         attach_id: int | None = None,
         request_id: bytes | None = None,
+        grammar: GrammarSource | None = None,
         **params: Any,
     ) -> tuple[list[int], SubmitReply]:
         """Rows of the choices and the scheduler's answer; `params` are those of SamplingParams."""
@@ -133,6 +134,7 @@ class GatewayProbe:
             seed=1,
             remaining_ms=60_000,
             prompt=np.array(list(prompt), np.int32),
+            grammar=grammar,
         )
         return rows, wire.decode_submit_reply(await self.stub.Submit(wire.encode_submit(submit), timeout=5))
 
