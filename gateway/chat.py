@@ -87,7 +87,7 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
         caller,
         sampling,
         ids,
-        lambda terminals: _parser(gateway, conversation.options, body, prompt, sampling, stops, terminals),
+        lambda terminals: _parser(gateway, conversation.options, body, prompt, sampling, constraint, stops, terminals),
         param="messages" if given is None else "input_ids",
         salt=salt,
         priority=priority,
@@ -121,6 +121,7 @@ def _parser(
     body: ChatRequest,
     prompt: EncodedPrompt,
     sampling: Sampling,
+    constraint: Constraint | None,
     stops: StopStrings,
     terminals: frozenset[int],
 ) -> OutputParser:
@@ -137,6 +138,7 @@ def _parser(
         tools=options.tools if options.tools_active and options.task is None else (),
         parallel_calls=body.parallel_tool_calls is not False,
         exact=sampling.constraint is not None,
+        spelled_calls=constraint is not None,
     )
 
 

@@ -61,6 +61,7 @@ class OutputParser:
     ids no stop string counts. `tools` are those offered; without any, calls are not looked for. With tools, newlines
     that markup may follow are held back from the stop strings too. Unless `parallel_calls`, what follows the first
     complete call is dropped. `exact` leaves the content's first newlines in place: the request says what it looks like.
+    With `spelled_calls` a grammar shapes the calls, so markup spelled with ordinary tokens is markup.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class OutputParser:
         tools: Sequence[ToolSpec] = (),
         parallel_calls: bool = True,
         exact: bool = False,
+        spelled_calls: bool = False,
     ) -> None:
         self._kind: Kind = "content" if raw else starts_in
         self._think = None if raw else tokenizer.id_of(markers.THINK)
@@ -99,7 +101,7 @@ class OutputParser:
         self._out: list[tuple[Kind, list[str], list[_Waiting], _Call | None]] = []
         self._dsml = tokenizer.id_of(markers.DSML)
         with_tools = tools and not raw and self._dsml is not None
-        self._tools = ToolCallParser(tools, parallel=parallel_calls) if with_tools else None
+        self._tools = ToolCallParser(tools, parallel=parallel_calls, spelled=spelled_calls) if with_tools else None
         self._fed: deque[_Fed] = deque()
         self._calls: list[tuple[str, str]] = []  # id and name
         self.complete_calls = 0

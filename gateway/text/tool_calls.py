@@ -36,11 +36,13 @@ class ToolCallParser:
     """Parser of one output.
 
     `tools` are those offered, for values whose tag does not tell their kind. Unless `parallel`, the block ends with
-    its first complete call.
+    its first complete call. `spelled`: the marker counts in ordinary text too. A grammar sees text alone, so what it
+    forces the model may spell; places of prose behind a spelled marker are then a few characters off.
     """
 
-    def __init__(self, tools: Sequence[ToolSpec] = (), *, parallel: bool = True) -> None:
+    def __init__(self, tools: Sequence[ToolSpec] = (), *, parallel: bool = True, spelled: bool = False) -> None:
         self._parallel = parallel
+        self._spelled = spelled
         self._schemas: dict[str, Mapping[str, Any] | None] = {tool.name: tool.parameters for tool in tools}
         self._state: _State = "prose"
         self._text = ""  # not decided yet, from `_at` on
@@ -65,6 +67,8 @@ class ToolCallParser:
         """Whether a piece is prose as it stands, with nothing held back before it; then it counts as fed."""
         if self._state != "prose" or self._newlines or self._at < len(self._text) or "<" in text or "\n" in text:
             return False
+        if self._spelled and DSML[0] in text:
+            return False
         self._base += len(text)
         return True
 
@@ -72,6 +76,8 @@ class ToolCallParser:
         """Take a piece of text."""
         self._base += self._at
         self._text = self._text[self._at :] + text
+        if self._spelled:
+            self._text = self._text.replace(DSML, MARK)
         self._scan = max(0, self._scan - self._at)
         self._at = 0
         while self._advance():
@@ -102,7 +108,7 @@ class ToolCallParser:
         text = self._text
         mark = text.find(MARK, self._at)
         if mark < 0:
-            end = open_end(text, self._at)
+            end = open_end(text, self._at, spelled=self._spelled)
             self._plain(self._at, end)
             self._at = end
             return False

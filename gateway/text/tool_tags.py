@@ -11,6 +11,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from gateway.text.prompt import DSML
+
 MARK: Final = "\ud800"
 """Stands for the token `｜DSML｜`; a lone surrogate, which decoding never yields."""
 
@@ -19,6 +21,7 @@ MAX_TAG: Final = 1024
 
 Word = Literal["tool_calls", "invoke", "parameter"]
 _WORDS: Final[tuple[Word, ...]] = ("tool_calls", "invoke", "parameter")
+_SPELLED: Final = (f"</{DSML}", f"<{DSML}", DSML)
 _ATTRIBUTES: Final = re.compile(r'(?:\s++\w++="[^"]*+")*+\s*+/?+')
 _ATTRIBUTE: Final = re.compile(r'(\w+)="([^"]*)"')
 _KEY_WITH_QUOTES: Final = re.compile(r' name="(.*)" string="(true|false)"', re.DOTALL)
@@ -61,8 +64,13 @@ def lead_of(text: str, start: int, mark: int) -> Literal["<", "</", ""]:
     return "<" if mark - 1 >= start and text[mark - 1] == "<" else ""
 
 
-def open_end(text: str, start: int) -> int:
-    """Index from which the text may be the beginning of a tag's lead; its length if it cannot be."""
+def open_end(text: str, start: int, *, spelled: bool = False) -> int:
+    """Index from which the text may be the beginning of a tag's lead, or of a `spelled` marker; its length if not."""
+    if spelled:
+        for size in range(min(len(_SPELLED[0]) - 1, len(text) - start), 0, -1):
+            if any(mark.startswith(text[-size:]) for mark in _SPELLED):
+                return len(text) - size
+        return len(text)
     if text.endswith("</", start):
         return len(text) - 2
     return len(text) - text.endswith("<", start)

@@ -483,3 +483,25 @@ def test_time_grows_with_the_length(unit):
     for step in (1, 1 << 30):
         short, long = (min(seconds(size // len(unit), step) for _ in range(3)) for size in (4000, 40_000))
         assert long < 10 * 4 * short + 0.05
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 1000])
+@pytest.mark.parametrize("before", ["", "ok <|DSML a ｜DS\n\n"])
+def test_where_a_grammar_shapes_calls_spelled_markup_is_markup(v4, step, before):
+    value = "a ｜D </｜DSML <｜DSML｜x｜ 日本"
+    text = before + BLOCK + CALL + param("city", value) + param("days", "3", "false") + END_CALL + END_BLOCK
+    ids = [*v4.encode(text, added_tokens=False), EOS]
+    assert DSML not in ids
+    pushes = [ids[at : at + step] for at in range(0, len(ids), step)]
+    answer = Answer(OutputParser(v4, tools=TOOLS, spelled_calls=True), pushes)
+    assert answer.content == before.removesuffix("\n\n")
+    assert json.loads(answer.arguments[0]) == {"city": value, "days": 3} and answer.closed == [0]
+    plain = Answer(OutputParser(v4, tools=TOOLS), pushes)
+    assert plain.content == text and not plain.calls
+
+
+def test_spelled_markup_that_comes_to_nothing_is_prose(v4):
+    for text in ("a ｜DSM", "a </", "a <｜", "｜"):
+        ids = [*v4.encode(text, added_tokens=False), EOS]
+        answer = Answer(OutputParser(v4, tools=TOOLS, spelled_calls=True), [[i] for i in ids])
+        assert (answer.content, answer.calls) == (text, [])
