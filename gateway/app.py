@@ -13,6 +13,7 @@ from aiohttp import web
 
 from gateway import routes
 from gateway.access import KeyRing
+from gateway.anthropic_errors import anthropic_error
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, error_response, label_of, trace_of
@@ -81,6 +82,9 @@ class _Entry:
                 if len(request.headers) > self._gateway.limits.header_fields:
                     raise ApiError(431, f"more than {self._gateway.limits.header_fields} header fields")
                 match = routes.find(request.path)
+                if match.route.anthropic:
+                    exchange.error_shape = anthropic_error
+                    exchange.headers["request-id"] = exchange.label
                 routes.check_method(match, request.method)
                 response = await self._handle(match, exchange)
             except ApiError as error:
@@ -99,8 +103,8 @@ class _Entry:
     async def _handle(self, match: routes.Match, exchange: Exchange) -> web.StreamResponse:
         if not match.route.open:
             exchange.tenant = self._keys.tenant_of(exchange.request.headers)
-        if match.model:
-            exchange.notes["model"] = match.model
+        if match.name:
+            exchange.notes["name"] = match.name
         return await match.route.handler(self._gateway, exchange)
 
     def _book(self, exchange: Exchange, match: routes.Match | None, status: int) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ class Exchange(Caller):
     """One HTTP request."""
 
     request: web.Request
+    error_shape: Callable[[ApiError, str], dict[str, Any]] = lambda error, _: error.body()  # as its dialect has it
 
 
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
@@ -104,7 +105,7 @@ def json_response(exchange: Exchange, value: object, status: int = 200) -> web.R
 def error_response(exchange: Exchange, error: ApiError) -> web.Response:
     exchange.headers |= error.headers
     exchange.notes["error"] = error.code
-    return json_response(exchange, error.body(), error.status)
+    return json_response(exchange, exchange.error_shape(error, exchange.label), error.status)
 
 
 def _too_large(limits: Limits) -> ApiError:

@@ -27,7 +27,7 @@ async def list_models(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
 
 
 async def one_model(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
-    name = exchange.notes["model"]
+    name = exchange.notes["name"]
     if not gateway.model.answers_to(name):
         text = f"the model {name!r} does not exist here; this server has {gateway.model.name!r}"
         raise ApiError(404, text, param="model", code="model_not_found")

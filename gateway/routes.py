@@ -16,6 +16,7 @@ from gateway.completions import completions
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import generate
+from gateway.messages import count_tokens, messages
 from gateway.operations import (
     abort_request,
     health,
@@ -27,6 +28,7 @@ from gateway.operations import (
     ready,
     server_info,
 )
+from gateway.responses import count_input_tokens, one_response, responses
 from gateway.service import Gateway
 from gateway.tokenize import detokenize, tokenize
 
@@ -44,11 +46,18 @@ class Route:
     handler: Handler
     operation: str = ""
     open: bool = False  # needs no key
+    anthropic: bool = False  # errors in Anthropic's shape
 
 
 ROUTES = (
     Route(("/v1/chat/completions", "/chat/completions", "/beta/chat/completions"), ("POST",), chat_completions, "chat"),
     Route(("/v1/completions", "/completions", "/beta/completions"), ("POST",), completions, "text_completion"),
+    Route(("/v1/messages", "/anthropic/v1/messages"), ("POST",), messages, "chat", anthropic=True),
+    Route(
+        ("/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"), ("POST",), count_tokens, anthropic=True
+    ),
+    Route(("/v1/responses", "/responses"), ("POST",), responses, "chat"),
+    Route(("/v1/responses/input_tokens", "/responses/input_tokens"), ("POST",), count_input_tokens),
     Route(("/generate",), ("POST", "PUT"), generate, "text_completion"),
     Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize),
     Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize),
@@ -65,16 +74,22 @@ ROUTES = (
     Route(("/explain",), ("POST",), explain),
 )
 _MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
-_MODEL_PREFIXES = ("/v1/models/", "/models/")
+_RESPONSE = Route(("/v1/responses/{id}",), ("GET", "POST", "DELETE"), one_response)
+_PREFIXES = (
+    ("/v1/models/", _MODEL),
+    ("/models/", _MODEL),
+    ("/v1/responses/", _RESPONSE),
+    ("/responses/", _RESPONSE),
+)
 _BY_PATH = {path: route for route in ROUTES for path in route.paths}
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A route found, and the model name in the path if it has one."""
+    """A route found, and the name in the path if it has one: a model's or a response's."""
 
     route: Route
-    model: str = ""
+    name: str = ""
 
 
 def find(path: str) -> Match:
@@ -105,7 +120,7 @@ def _match(path: str) -> Match | None:
     route = _BY_PATH.get(path)
     if route is not None:
         return Match(route)
-    for prefix in _MODEL_PREFIXES:
+    for prefix, route in _PREFIXES:
         if path.startswith(prefix):
-            return Match(_MODEL, path.removeprefix(prefix))
+            return Match(route, path.removeprefix(prefix))
     return None

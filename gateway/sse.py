@@ -29,6 +29,11 @@ def event(value: object) -> bytes:
     return b"data: " + _encode(value) + b"\n\n"
 
 
+def named_event(kind: str, value: object) -> bytes:
+    """One event with a name."""
+    return b"event: " + kind.encode() + b"\ndata: " + _encode(value) + b"\n\n"
+
+
 def json_text(text: str) -> bytes:
     """A JSON string literal."""
     return _encode(text)
