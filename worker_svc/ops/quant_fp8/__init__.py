@@ -1,7 +1,8 @@
 """FP8 quantisation with E8M0 scales: the door. See `ref` for the rules.
 
 `quantise` / `dequantise` / `fake_quant` work on rows (block 128 for activations, 64 for KV), the `_weight` pair
-on 128x128 tiles. CPU and GPU tensors alike run the plain torch path.
+on 128x128 tiles; CPU and GPU tensors alike run the plain torch path. `quantise_rows` is the GPU forward's: a kernel
+there, outputs the caller's, scales as FP32 numbers.
 """
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "fake_quant",
     "pow2_scale",
     "quantise",
+    "quantise_rows",
     "quantise_weight",
     "scale_value",
 ]
@@ -42,6 +44,23 @@ def quantise(
     assert x.is_floating_point() and x.shape[-1] > 0 and block > 0, (x.dtype, x.shape, block)
     assert dtype in _FORMATS, dtype
     return ref.quantise(x, block, dtype)
+
+
+def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """x BF16 or FP32 [T, n], n % 128 == 0 -> codes E4M3 [T, n], scale FP32 [T, n / 128] of any strides."""
+    assert x.dim() == 2 and x.stride(1) == 1 and codes.shape == x.shape and codes.is_contiguous(), (
+        x.shape,
+        codes.shape,
+    )
+    assert x.shape[1] % ACTIVATION_BLOCK == 0 and scale.shape == (x.shape[0], x.shape[1] // ACTIVATION_BLOCK)
+    if x.is_cuda:
+        from worker_svc.ops.quant_fp8 import triton
+
+        triton.quantise_rows(x, codes, scale)
+    else:
+        rounded, exponent = ref.quantise(x, ACTIVATION_BLOCK)
+        codes.copy_(rounded)
+        scale.copy_(scale_value(exponent))
 
 
 def dequantise(codes: torch.Tensor, exponent: torch.Tensor, block: int) -> torch.Tensor:

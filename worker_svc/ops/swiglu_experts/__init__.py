@@ -1,6 +1,11 @@
-"""Mixture of clamped-SwiGLU experts, the shared expert included as the last of the stack."""
+"""Mixture of clamped-SwiGLU experts, the shared expert included as the last of the stack.
+
+`swiglu_experts` is the whole of it on the CPU. `middle` is what lies between the two products on a GPU, for routed
+and shared rows in one launch: clamp, SiLU, routing weight, rounding to BF16, quantisation.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -32,3 +37,45 @@ def swiglu_experts(
 def clamped_swiglu(hidden: Tensor, limit: float) -> Tensor:
     """[..., 2I] (gate then up) -> [..., I]: silu(min(gate, limit)) * clamp(up, -limit, limit)."""
     return ref.clamped_swiglu(hidden, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """One stack of rows: hidden BF16 [R, 2I] in (gate then up), codes E4M3 [R, I] and scale FP32 [R, I / 128] out.
+
+    weights FP32 [R] multiply before the rounding; None leaves rows as they are (the shared expert). scale may have
+    any strides.
+    """
+
+    hidden: Tensor
+    codes: Tensor
+    scale: Tensor
+    weights: Tensor | None = None
+
+
+def middle(routed: Hidden, shared: Hidden | None, limit: float) -> None:
+    """codes, scale = FP8(BF16(weight * silu(min(gate, limit)) * clamp(up, -limit, limit))) of both stacks."""
+    for stack in (routed, shared):
+        if stack is not None:
+            assert stack.hidden.shape == (stack.codes.shape[0], 2 * stack.codes.shape[1]), stack.hidden.shape
+            assert stack.hidden.is_contiguous() and stack.codes.is_contiguous() and stack.codes.shape[1] % 128 == 0
+            assert stack.scale.shape == (stack.codes.shape[0], stack.codes.shape[1] // 128), stack.scale.shape
+    if routed.hidden.is_cuda:
+        from worker_svc.ops.swiglu_experts import triton
+
+        triton.middle(routed, shared, limit)
+    else:
+        ref.middle(routed.hidden, routed.codes, routed.scale, routed.weights, limit)
+        if shared is not None:
+            ref.middle(shared.hidden, shared.codes, shared.scale, shared.weights, limit)
+
+
+def middle_bf16(hidden: Tensor, weights: Tensor, out: Tensor, limit: float) -> None:
+    """The same without quantisation: out BF16 [R, I], for products of BF16 activations."""
+    assert hidden.shape == (out.shape[0], 2 * out.shape[1]) and hidden.is_contiguous() and out.is_contiguous()
+    if hidden.is_cuda:
+        from worker_svc.ops.swiglu_experts import triton
+
+        triton.middle_bf16(hidden, weights, out, limit)
+    else:
+        out.copy_(ref.weighted(hidden, weights, limit))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from worker_svc.ops.matmul import matmul
+from worker_svc.ops.quant_fp8 import quantise_rows
 
 
 def clamped_swiglu(hidden: Tensor, limit: float) -> Tensor:
@@ -84,3 +85,14 @@ def _groups(experts: Tensor, weights: Tensor) -> list[tuple[int, Tensor, Tensor]
         if count:
             groups.append((expert, tokens[begin:end], scales[begin:end]))
     return groups
+
+
+def weighted(hidden: Tensor, weights: Tensor | None, limit: float) -> Tensor:
+    """BF16 [R, I] of BF16 hidden [R, 2I], FP32 in between."""
+    inner = clamped_swiglu(hidden.float(), limit)
+    return (inner if weights is None else inner * weights.unsqueeze(1)).bfloat16()
+
+
+def middle(hidden: Tensor, codes: Tensor, scale: Tensor, weights: Tensor | None, limit: float) -> None:
+    """One stack of the door's `middle`."""
+    quantise_rows(weighted(hidden, weights, limit), codes, scale)
