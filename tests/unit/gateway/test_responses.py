@@ -229,7 +229,7 @@ async def test_labels_of_a_response(served):
         ({"input": [{"role": "user", "content": 3}]}, 400, "input[0].content"),
         ({"input": [{"type": "reasoning", "content": "x"}]}, 400, "input[0].content"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, 400, "input[0].call_id"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 1}]}, 400, "input[0].arguments"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": 1}]}, 400, "input[0].arguments"),
         ({"max_output_tokens": 0}, 400, "max_output_tokens"),
         ({"reasoning": {"effort": "huge"}}, 400, "reasoning.effort"),
         ({"text": {"format": {"type": "xml"}}}, 400, "text.format"),
