@@ -11,7 +11,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TextIO
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, start_http_server
@@ -19,9 +19,11 @@ from prometheus_client.exposition import generate_latest
 
 from meshkit.address import Address, check_port
 from meshkit.config import env
+from meshkit.errors import ConfigError
 from meshkit.interceptors import request_id
 
 LogFormat = Literal["text", "json"]
+Attribute = str | int | float | bool | Sequence[str]
 
 _KEYS: Final = """
 address attach boot build bytes code conn count depth file gib group host kind layers model name pages pid phase port
@@ -159,29 +161,55 @@ class Metrics:
 class Tracing:
     """Spans of requests. Made by `start_tracing`; without an exporter every call is a comparison and nothing more."""
 
-    def __init__(self, tracer: Any = None, provider: Any = None) -> None:
+    def __init__(self, tracer: Any = None, provider: Any = None, ids: Any = None, ratio: float = 1.0) -> None:
         self._tracer = tracer  # Any: opentelemetry is imported only when tracing is on
         self._provider = provider
+        self._ids = ids
+        self._ratio = ratio
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
     @property
     def enabled(self) -> bool:
         return self._tracer is not None
 
+    def begin(self, given: str = "") -> str:
+        """The traceparent of a span that will be recorded later and that children may name now.
+
+        Of the caller's trace if `given` is one, else a new trace, sampled at the configured ratio. Without tracing it
+        is what was given.
+        """
+        if self._tracer is None:
+            return given
+        return new_traceparent(
+            given, sampled=self._ratio >= 1.0 or secrets.randbelow(1 << 32) < self._ratio * (1 << 32)
+        )
+
     def record(
         self,
         name: str,
-        traceparent: str,
+        parent: str,
         start_ns: int,
         end_ns: int,
-        attributes: Mapping[str, str | int | float | bool] | None = None,
+        attributes: Mapping[str, Attribute] | None = None,
+        *,
+        own: str = "",
+        events: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """One finished span under `traceparent`, times of the monotonic clock. Unsampled parents record nothing."""
-        if self._tracer is None or not is_sampled(traceparent):
+        """One finished span under the traceparent `parent`, times of the monotonic clock. Unsampled: nothing.
+
+        `own` is what `begin` gave for it; without a parent it is the first span of its trace. `events` are (name, time).
+        """
+        if self._tracer is None or not is_sampled(own or parent):
             return
+        if own:
+            _, trace_id, span_id, _ = own.split("-")
+            self._ids.fix(int(trace_id, 16), int(span_id, 16))
+        context = _context_of(parent) if is_sampled(parent) else _no_context()
         span = self._tracer.start_span(
-            name, _context_of(traceparent), attributes=dict(attributes or {}), start_time=start_ns + self._epoch_ns
+            name, context, attributes=dict(attributes or {}), start_time=start_ns + self._epoch_ns
         )
+        for event, at_ns in events:
+            span.add_event(event, timestamp=at_ns + self._epoch_ns)
         span.end(end_ns + self._epoch_ns)
 
     def shutdown(self) -> None:
@@ -197,14 +225,55 @@ def start_tracing(service: str, *, exporter: Any = None) -> Tracing:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+    ids = _make_ids()
 
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         exporter = OTLPSpanExporter()
-    provider = TracerProvider(resource=Resource.create({"service.name": f"v4mesh-{service}"}))
+    # Always on: what is not sampled never comes here.
+    resource = Resource.create({"service.name": f"v4mesh-{service}"})
+    provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Tracing(provider.get_tracer("v4mesh"), provider)
+    return Tracing(provider.get_tracer("v4mesh"), provider, ids, _ratio())
+
+
+def _ratio() -> float:
+    """Share of new traces that are sampled: OTEL_TRACES_SAMPLER_ARG, where the sampler is one by ratio."""
+    if not env("OTEL_TRACES_SAMPLER").endswith("traceidratio"):
+        return 1.0
+    text = env("OTEL_TRACES_SAMPLER_ARG") or "1"
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"OTEL_TRACES_SAMPLER_ARG = {text!r} must be a number from 0 to 1")
+    return ratio
+
+
+def _make_ids() -> Any:
+    """Random ids, but for a span whose ids were given out before it is recorded."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class Ids(RandomIdGenerator):
+        def __init__(self) -> None:
+            self._trace_id, self._span_id = 0, 0
+
+        def fix(self, trace_id: int, span_id: int) -> None:
+            self._trace_id, self._span_id = trace_id, span_id
+
+        def generate_span_id(self) -> int:
+            fixed, self._span_id = self._span_id, 0
+            return fixed or super().generate_span_id()
+
+        def generate_trace_id(self) -> int:
+            fixed, self._trace_id = self._trace_id, 0
+            return fixed or super().generate_trace_id()
+
+    return Ids()
 
 
 def is_sampled(traceparent: str) -> bool:
@@ -224,6 +293,12 @@ def new_traceparent(parent: str = "", *, sampled: bool = True) -> str:
     if len(parts) == 4 and len(parts[1]) == 32:
         return f"00-{parts[1]}-{secrets.token_hex(8)}-{parts[3]}"
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if sampled else '00'}"
+
+
+def _no_context() -> Any:
+    from opentelemetry.context import Context
+
+    return Context()
 
 
 def _context_of(traceparent: str) -> Any:
