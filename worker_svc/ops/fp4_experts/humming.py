@@ -1,0 +1,143 @@
+# mypy: disallow-untyped-calls=False
+"""FP4 experts through humming's indexed grouped products, FP8 or BF16 activations, our sort and middle around them.
+
+Its weights are repacked at load (lossless exponent folding, ranges chosen by the data); tiles come from its own
+heuristics for the GPU, with the exceptions measured in `_better`. Kernels compile once per tile, with NVRTC.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker_svc.ops.expert_sort import allocate, sort_slots
+from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts
+from worker_svc.ops.swiglu_experts import Hidden, middle, middle_bf16
+
+INDEXED = json.dumps({"gemm_type": "indexed"})
+_INPUTS: dict[Activation, dict[str, Any]] = {
+    "fp8": {"dtype": "float8e4m3", "group_size": 128},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+@cache
+def package() -> Any:
+    """(layer class, heuristics function, product) of humming; ImportError names the package to install."""
+    try:
+        from humming import ops  # type: ignore[import-not-found, unused-ignore]
+        from humming.layer import HummingLayer  # type: ignore[import-not-found, unused-ignore]
+        from humming.tune import get_heuristics_config  # type: ignore[import-not-found, unused-ignore]
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ImportError(f"FP4 experts need humming-kernels==0.1.20: {error}") from error
+    return HummingLayer, get_heuristics_config, ops.humming_gemm
+
+
+class HummingExperts:
+    """See `Fp4Experts`."""
+
+    name = "humming"
+
+    def __init__(self, packed: PackedExperts, limit: float, activation: Activation) -> None:
+        assert packed.w13.is_cuda, "humming runs on a GPU"
+        self.limit, self.activation = limit, activation
+        self.hidden, self.inner, self.experts = packed.hidden, packed.inner, packed.w13.shape[0]
+        self._up = _Product(packed.w13, packed.w13_scale, activation)
+        self._down = _Product(packed.w2, packed.w2_scale, activation)
+        self._plans: dict[tuple[int, int], ExpertPlan] = {}
+
+    def plan(self, tokens: int, k: int) -> ExpertPlan:
+        """See the door. Both products share the sort, so they must share its block size."""
+        if (tokens, k) not in self._plans:
+            up, down = self._up.tile(tokens, k, self.activation), self._down.tile(tokens, k, self.activation)
+            if up["block_shape"][0] != down["block_shape"][0]:
+                down = up
+            self._plans[tokens, k] = ExpertPlan(tokens, up["block_shape"][0], json.dumps(up), json.dumps(down))
+        return self._plans[tokens, k]
+
+    def run(
+        self,
+        plan: ExpertPlan,
+        x: Tensor,
+        scale: Tensor | None,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Hidden | None = None,
+    ) -> Tensor:
+        """See the door."""
+        tokens, k = ids.shape
+        assert x.shape == (tokens, self.hidden) and tokens == plan.tokens, (x.shape, plan.tokens)
+        assert (scale is not None) == (self.activation == "fp8") and (shared is None or scale is not None)
+        order = allocate(tokens, k, self.experts, plan.block, x.device)
+        sort_slots(ids, order)
+        hidden = torch.empty(tokens * k, 2 * self.inner, dtype=torch.bfloat16, device=x.device)
+        self._up(x, scale, order, k, plan.up, hidden)
+        out = torch.empty(tokens * k, self.hidden, dtype=torch.bfloat16, device=x.device)
+        if scale is not None:
+            codes = torch.empty(tokens * k, self.inner, dtype=torch.float8_e4m3fn, device=x.device)
+            inner_scale = torch.empty(tokens * k, self.inner // 128, device=x.device)
+            middle(Hidden(hidden, codes, inner_scale, weights.view(-1)), shared, self.limit)
+            self._down(codes, inner_scale, order, 1, plan.down, out)
+        else:
+            rounded = torch.empty(tokens * k, self.inner, dtype=torch.bfloat16, device=x.device)
+            middle_bf16(hidden, weights.view(-1), rounded, self.limit)
+            self._down(rounded, None, order, 1, plan.down, out)
+        return out
+
+
+class _Product:
+    """One grouped weight [E, N, K] in humming's layout."""
+
+    def __init__(self, packed: Tensor, scale: Tensor, activation: Activation) -> None:
+        layer_class, self._heuristics, self._gemm = package()
+        experts, rows, half = packed.shape
+        with torch.device(packed.device):
+            layer = layer_class(
+                shape_n=rows,
+                shape_k=half * 2,
+                weight_config={"quant_method": "mxfp4"},
+                input_config=dict(_INPUTS[activation]),
+                num_experts=experts,
+                torch_dtype=torch.bfloat16,
+            )
+        layer.load_from_tensors({"weight": packed, "weight_scale": scale})
+        layer.transform()
+        self.layer, self._config = layer, layer.humming_config.to_str()
+
+    def tile(self, tokens: int, k: int, activation: Activation) -> dict[str, Any]:
+        """Tile of a step: plain values, as the product takes them."""
+
+        def heuristic(slots: int) -> dict[str, Any]:
+            found = self._heuristics(self.layer.humming_config, shape_m=slots, gemm_type="indexed")
+            return {name: getattr(value, "value", value) for name, value in found.items()}
+
+        if activation == "fp8":
+            if tokens == 1:  # without stream-K: it adds partial sums in BF16
+                return heuristic(8 * k) | {"num_stages": 6, "use_stream_k": False}
+            if 192 < tokens <= 384:
+                return heuristic(512 * k)
+        return heuristic(tokens * k)
+
+    def __call__(self, x: Tensor, scale: Tensor | None, order: Any, k: int, tile: str, out: Tensor) -> None:
+        """out[slot] of every slot in `order`, from row slot // k of x."""
+        layer = self.layer
+        self._gemm(
+            layer_config=self._config,
+            compute_config=INDEXED,
+            tuning_config=tile,
+            inputs=x,
+            weight=layer.weight,
+            weight_scale=getattr(layer, "weight_scale", None),
+            weight_scale_2=getattr(layer, "weight_scale_2", None),
+            outputs=out,
+            input_scale=scale,
+            sorted_ids=order.slots,
+            expert_ids=order.experts,
+            num_tokens_padded=order.num_padded,
+            locks=layer.locks,
+            top_k=k,
+        )
