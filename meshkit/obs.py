@@ -180,9 +180,7 @@ class Tracing:
         """
         if self._tracer is None:
             return given
-        return new_traceparent(
-            given, sampled=self._ratio >= 1.0 or secrets.randbelow(1 << 32) < self._ratio * (1 << 32)
-        )
+        return new_traceparent(given, sampled=secrets.randbelow(1 << 32) < self._ratio * (1 << 32))
 
     def record(
         self,
@@ -197,14 +195,15 @@ class Tracing:
     ) -> None:
         """One finished span under the traceparent `parent`, times of the monotonic clock. Unsampled: nothing.
 
-        `own` is what `begin` gave for it; without a parent it is the first span of its trace. `events` are (name, time).
+        `own` is what `begin` gave for it; without a parent it is the first of its trace. `events` are (name, time).
         """
         if self._tracer is None or not is_sampled(own or parent):
             return
+        child = is_sampled(parent)
         if own:
             _, trace_id, span_id, _ = own.split("-")
-            self._ids.fix(int(trace_id, 16), int(span_id, 16))
-        context = _context_of(parent) if is_sampled(parent) else _no_context()
+            self._ids.fix(0 if child else int(trace_id, 16), int(span_id, 16))
+        context = _context_of(parent) if child else _no_context()
         span = self._tracer.start_span(
             name, context, attributes=dict(attributes or {}), start_time=start_ns + self._epoch_ns
         )

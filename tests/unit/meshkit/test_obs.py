@@ -10,6 +10,7 @@ import sys
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from meshkit.errors import ConfigError
 from meshkit.obs import Metrics, Tracing, is_sampled, kv, new_traceparent, setup_logging, start_tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -74,6 +75,38 @@ def test_spans_under_a_sampled_parent_only():
     assert f"{span.parent.span_id:016x}" == PARENT[36:52]
     assert span.end_time - span.start_time == 4_000
     assert dict(span.attributes) == {"tokens": 7}
+
+
+def test_a_span_may_be_named_before_it_is_recorded():
+    """Children recorded first, by this or another process, hang under it; the first of a trace has no parent."""
+    exporter = InMemorySpanExporter()
+    tracing = start_tracing("gateway", exporter=exporter)
+    for given in (PARENT, ""):
+        own = tracing.begin(given)
+        assert is_sampled(own) and own != given
+        tracing.record("child", own, 2_000, 3_000)
+        tracing.record("root", given, 1_000, 5_000, own=own, events=[("first", 2_500)])
+        tracing.record("later", PARENT, 1_000, 5_000)
+    tracing.shutdown()
+    spans = exporter.get_finished_spans()
+    for child, root, later in (spans[:3], spans[3:]):
+        assert child.parent.span_id == root.context.span_id and child.context.trace_id == root.context.trace_id
+        assert later.context.span_id not in (root.context.span_id, child.context.span_id)
+        assert root.events[0].timestamp - root.start_time == 1_500
+    assert f"{spans[1].parent.span_id:016x}" == PARENT.split("-")[2] and spans[4].parent is None
+    assert spans[4].context.trace_id != spans[1].context.trace_id
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [("0", 0, 0), ("1", 200, 200), ("0.5", 60, 140)])
+def test_new_traces_are_sampled_at_the_configured_ratio(monkeypatch, ratio, least, most):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)
+    tracing = start_tracing("gateway", exporter=InMemorySpanExporter())
+    assert least <= sum(is_sampled(tracing.begin()) for _ in range(200)) <= most
+    assert is_sampled(tracing.begin(PARENT)) and not is_sampled(tracing.begin(PARENT[:-2] + "00"))
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "much")
+    with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG"):
+        start_tracing("gateway", exporter=InMemorySpanExporter())
 
 
 def test_tracing_is_off_and_unloaded_without_an_endpoint(monkeypatch):
