@@ -1,0 +1,185 @@
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
+"""Skinny products in Triton: a program owns a few output columns and streams their weight rows through deep pipelines.
+
+What matters is bytes in flight: small column tiles, so that every SM has one or more programs, and as many pipeline
+stages as fill 40 to 60 KB of shared memory. FP8 is summed in FP32 after every 128 of K, where the scales change.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from worker_svc.ops.triton_numbers import dot, to_bf16
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Output columns and K of one step of a program, pipeline stages, warps."""
+
+    columns: int
+    inner: int
+    stages: int
+    warps: int
+
+
+def tile_fp8(rows: int, columns: int, inner: int) -> Tile:
+    """Enough programs for 132 SMs, else as wide as they come."""
+    if columns >= 16384:
+        return Tile(64, 256 if inner % 256 == 0 else 128, 4, 4)
+    if columns >= 4096:
+        return Tile(32, 256 if inner % 256 == 0 else 128, 6 if rows <= 16 else 4, 4)
+    return Tile(16, 256 if inner % 256 == 0 else 128, 6 if rows <= 16 else 4, 2 if rows <= 16 else 4)
+
+
+def tile_bf16(rows: int, columns: int, inner: int) -> Tile:
+    """As `tile_fp8`, for twice the bytes."""
+    step = 128 if inner % 128 == 0 else 64
+    if columns >= 16384:
+        return Tile(64, step, 4, 4)
+    return Tile(16, step, 6 if rows <= 16 else 4, 2 if rows <= 16 else 4)
+
+
+def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
+    """See the door."""
+    rows, groups, inner = codes.shape
+    columns = weight.shape[1]
+    if rows == 0:
+        return
+    tile = tile_fp8(rows, columns * groups, inner)
+    _fp8[(triton.cdiv(columns, tile.columns), groups)](
+        codes,
+        scale,
+        weight,
+        weight_scale,
+        out,
+        rows,
+        codes.stride(0),
+        codes.stride(1),
+        *scale.stride(),
+        out.stride(0),
+        out.stride(1),
+        COLUMNS=columns,
+        INNER=inner,
+        ROWS=_row_tile(rows),
+        TILE=tile.columns,
+        STEP=tile.inner,
+        TO_BF16=out.element_size() == 2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def bf16(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """See the door."""
+    rows, inner = x.shape
+    parts = out.shape[0] if out.dim() == 3 else 1
+    columns = weight.shape[0]
+    if rows == 0:
+        return
+    tile = tile_bf16(rows, columns, inner)
+    _bf16[(triton.cdiv(columns, tile.columns), parts)](
+        x,
+        weight,
+        out,
+        rows,
+        x.stride(0),
+        COLUMNS=columns,
+        INNER=inner,
+        STEPS=triton.cdiv(triton.cdiv(inner, tile.inner), parts),
+        ROWS=_row_tile(rows),
+        TILE=tile.columns,
+        STEP=tile.inner,
+        TO_BF16=out.element_size() == 2,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _row_tile(rows):
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+
+
+@triton.jit
+def _fp8(
+    x_ptr,
+    sx_ptr,
+    w_ptr,
+    sw_ptr,
+    out_ptr,
+    rows,
+    x_row,
+    x_group,
+    sx_row,
+    sx_group,
+    sx_block,
+    out_row,
+    out_group,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    TO_BF16: tl.constexpr,
+):
+    """TILE columns of one group. TILE divides 128, so all of them share the weight's scales."""
+    group = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, 128)
+    here = m < rows
+    x = x_ptr + m[:, None] * x_row + group * x_group + k[None, :]
+    sx = sx_ptr + m * sx_row + group * sx_group
+    w = w_ptr + (group * COLUMNS + n)[None, :] * INNER + k[:, None]
+    sw = sw_ptr + (group * tl.cdiv(COLUMNS, 128) + tl.program_id(0) * TILE // 128) * (INNER // 128)
+    acc = tl.zeros((ROWS, TILE), tl.float32)
+    inside = (n < COLUMNS)[None, :]
+    for step in range(0, INNER, STEP):
+        for part in tl.static_range(0, STEP, 128):
+            at = step + part
+            weight = tl.load(w + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            codes = tl.load(x + at, mask=here[:, None], other=0.0)
+            factor = tl.load(sx + at // 128 * sx_block, mask=here, other=0.0) * tl.load(sw + at // 128)
+            acc += dot(codes, weight, tl.zeros((ROWS, TILE), tl.float32)) * factor[:, None]
+    out = out_ptr + m[:, None] * out_row + group * out_group + n[None, :]
+    value = to_bf16(acc) if TO_BF16 else acc
+    tl.store(out, value, mask=here[:, None] & inside)
+
+
+@triton.jit
+def _bf16(
+    x_ptr,
+    w_ptr,
+    out_ptr,
+    rows,
+    x_row,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    STEP: tl.constexpr,
+    TO_BF16: tl.constexpr,
+):
+    """TILE columns over one part of K."""
+    part = tl.program_id(1)
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m = tl.arange(0, ROWS)
+    k = part * (STEPS * STEP) + tl.arange(0, STEP)
+    here = m < rows
+    inside = n < COLUMNS
+    x = x_ptr + m[:, None] * x_row + k[None, :]
+    w = w_ptr + n[None, :].to(tl.int64) * INNER + k[:, None]
+    acc = tl.zeros((ROWS, TILE), tl.float32)
+    for step in range(STEPS):
+        left = INNER - step * STEP
+        weight = tl.load(w, mask=inside[None, :] & (k < left)[:, None], other=0.0, eviction_policy="evict_first")
+        acc = dot(tl.load(x, mask=here[:, None] & (k < left)[None, :], other=0.0), weight, acc)
+        x += STEP
+        w += STEP
+    out = out_ptr + (part * rows + m)[:, None].to(tl.int64) * COLUMNS + n[None, :]
+    value = to_bf16(acc) if TO_BF16 else acc
+    tl.store(out, value, mask=here[:, None] & inside[None, :])
