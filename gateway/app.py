@@ -16,7 +16,7 @@ from gateway.access import KeyRing
 from gateway.anthropic_errors import anthropic_error
 from gateway.config import GatewayConfig
 from gateway.errors import ApiError
-from gateway.exchange import Exchange, error_response, label_of, trace_of
+from gateway.exchange import Exchange, error_response, label_of, parent_of
 from gateway.http_server import SERVER_NAME
 from gateway.mesh import Mesh
 from gateway.service import Gateway
@@ -70,9 +70,8 @@ class _Entry:
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Dispatch one request; whatever happens, it is counted and logged once."""
         metrics = self._gateway.metrics
-        exchange = Exchange(
-            label=label_of(request.headers), request=request, traceparent=trace_of(request.headers, self._tracing)
-        )
+        exchange = Exchange(label=label_of(request.headers), request=request, parent=parent_of(request.headers))
+        exchange.traceparent = self._tracing.begin(exchange.parent)
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         metrics.http_active += 1
         status = CLIENT_GONE

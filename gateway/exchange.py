@@ -18,7 +18,7 @@ from aiohttp import web
 from gateway.errors import ApiError, invalid
 from gateway.limits import Admission, Limits
 from gateway.schema import BodyDecoder
-from meshkit.obs import Tracing, new_traceparent
+from meshkit.obs import Attribute
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -31,11 +31,14 @@ class Caller:
 
     label: str  # the client's x-request-id or ours; for logs only
     tenant: str = ""
-    traceparent: str = ""
+    parent: str = ""  # W3C traceparent as it came, empty if none did
+    traceparent: str = ""  # that of this request's own span: what the mesh below hangs its spans under
     received_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None  # seconds from then on that the caller allows, where the transport says so
     headers: dict[str, str] = field(default_factory=dict)  # of the answer
     notes: dict[str, Any] = field(default_factory=dict)  # sizes for the access log and the span, never text
+    stages: dict[str, float] = field(default_factory=dict)  # monotonic times: read, encoded, first_token
+    span: dict[str, Attribute] = field(default_factory=dict)  # more attributes of a sampled request's span
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,12 +59,10 @@ def label_of(headers: Mapping[str, str]) -> str:
     return given if _LABEL.fullmatch(given) else uuid.uuid4().hex
 
 
-def trace_of(headers: Mapping[str, str], tracing: Tracing) -> str:
-    """The caller's trace, a new one when we trace, else none."""
+def parent_of(headers: Mapping[str, str]) -> str:
+    """The caller's traceparent if it is sound."""
     given = headers.get("traceparent", "")
-    if _TRACEPARENT.fullmatch(given):
-        return given
-    return new_traceparent() if tracing.enabled else ""
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 async def read_body(

@@ -22,6 +22,7 @@ from gateway.mesh import Mesh
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel, read_model_folder
 from gateway.schema import BodyDecoder
+from gateway.spans import note_answer, note_jobs, stamp
 from gateway.sse import StallGuard
 from gateway.text.output_parser import OutputParser
 from gateway.text.tokenizer import Tokenizer
@@ -110,7 +111,9 @@ class Gateway:
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     async def body(self, exchange: Exchange, kind: type[Body]) -> Body:
-        return await read_body(exchange, kind, self._decoder, self.admission, self.limits)
+        body = await read_body(exchange, kind, self._decoder, self.admission, self.limits)
+        stamp(exchange, "read")
+        return body
 
     def job(
         self,
@@ -132,6 +135,7 @@ class Gateway:
         `parsers` makes one choice's output parser, given the ids that end a choice. `thinking`: the output begins
         with reasoning, and `constraint` is for what follows it.
         """
+        stamp(caller, "encoded")
         if not prompt:
             raise invalid(param, f"{param} is empty; a prompt has at least one token")
         model = self.model
@@ -170,10 +174,11 @@ class Gateway:
             self._handles[tenant, rid] = [job.request_id for job in jobs if job.rid == rid]
         self._open |= {job.request_id: tenant for job in jobs}
         caller.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
+        note_jobs(caller, jobs)
         generation: Generation
 
         def release() -> None:
-            caller.notes["output_tokens"] = generation.output_tokens
+            note_answer(caller, generation)
             for job in jobs:
                 del self._open[job.request_id]
             for rid in rids:

@@ -1,25 +1,91 @@
-"""The span of one finished request, whichever transport it came by, in OpenTelemetry's GenAI words.
+"""The spans of one finished request, whichever transport it came by, in OpenTelemetry's GenAI words.
 
-Recorded after the fact with given times; sizes and names only, never prompts or answers.
+One server span, and under it what the gateway itself did: read, tokenize, parse (from the first token on: detokenise,
+parse, write). Scheduler, worker and grammar service hang theirs under the same one. All are recorded after the fact;
+sizes and names only, never prompts or answers.
 """
 
 import time
+from collections.abc import Sequence
+from typing import Final
 
 from gateway.exchange import Caller
-from meshkit.obs import Tracing
+from gateway.generation import Generation, Job
+from meshkit.obs import Attribute, Tracing, is_sampled
+
+# gateway stage -> its first and last stamp; "received" and "ended" are always there
+_STAGES: Final = {
+    "gateway.read": ("received", "read"),
+    "gateway.tokenize": ("read", "encoded"),
+    "gateway.parse": ("first_token", "ended"),
+}
 
 
 def record_request(tracing: Tracing, caller: Caller, model: str, operation: str, status: int, seconds: float) -> None:
     """`seconds` is how long the request took until now; `operation` as in gen_ai.operation.name."""
-    attributes: dict[str, str | int | float | bool] = {
+    attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "deepseek",
         "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.request.id": caller.label,
         "gen_ai.usage.input_tokens": caller.notes.get("prompt_tokens", 0),
         "gen_ai.usage.output_tokens": caller.notes.get("output_tokens", 0),
+        "gen_ai.latency.e2e": seconds,
         "http.response.status_code": status,
+        **caller.span,
     }
     if "error" in caller.notes:
         attributes["error.type"] = str(caller.notes["error"])
-    end = time.monotonic_ns()
-    tracing.record(f"{operation} {model}", caller.traceparent, end - int(seconds * 1e9), end, attributes)
+    stamps = {"received": caller.received_s, "ended": caller.received_s + seconds, **caller.stages}
+    at_ns = {name: int(stamp * 1e9) for name, stamp in stamps.items()}
+    events = [("first token", at_ns["first_token"])] if "first_token" in at_ns else []
+    if events:
+        attributes["gen_ai.latency.time_to_first_token"] = stamps["first_token"] - stamps["received"]
+    for name, (first, last) in _STAGES.items():
+        if first in at_ns and last in at_ns:
+            tracing.record(name, caller.traceparent, at_ns[first], at_ns[last])
+    name = f"{operation} {model}"
+    tracing.record(
+        name,
+        caller.parent,
+        at_ns["received"],
+        at_ns["ended"],
+        attributes,
+        own=caller.traceparent,
+        events=events,
+    )
+
+
+def note_jobs(caller: Caller, jobs: Sequence[Job]) -> None:
+    """What was asked for, as attributes of a sampled request's span."""
+    if not jobs or not is_sampled(caller.traceparent):
+        return
+    params = jobs[0].params
+    caller.span |= {
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.choice.count": sum(len(job.choices) for job in jobs),
+        "gen_ai.output.type": "text",
+    }
+
+
+def note_answer(caller: Caller, generation: Generation) -> None:
+    """What came of it: counts, the first token's time, how the choices ended."""
+    caller.notes["output_tokens"] = generation.output_tokens
+    if generation.first_token_s is not None:
+        caller.stages["first_token"] = caller.received_s + generation.first_token_s
+    if not is_sampled(caller.traceparent):
+        return
+    choices = [choice for job in generation.jobs for choice in job.choices]
+    caller.span["gen_ai.usage.cache_read.input_tokens"] = generation.cached_tokens
+    caller.span["gen_ai.response.finish_reasons"] = [choice.finish or "aborted" for choice in choices]
+
+
+def stamp(caller: Caller, stage: str) -> None:
+    """The stage has just ended; of several, the last one counts."""
+    caller.stages[stage] = time.monotonic()

@@ -218,7 +218,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 await send(message)
 
         async def one(request: pb.GenerateRequest) -> None:
-            mine = replace(caller, notes={}, headers={})
+            mine = replace(caller, notes={}, headers={}, stages={}, span={})
             try:
                 await self._generate(mine, request, send_alone)
             except ApiError as error:

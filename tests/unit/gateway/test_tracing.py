@@ -32,13 +32,23 @@ async def test_spans(mesh, tokenizer):
     finally:
         await runner.cleanup()
         tracing.shutdown()
-    good, bad = exporter.get_finished_spans()
-    assert good.name == bad.name == "chat v4-nano"
+    spans = exporter.get_finished_spans()
+    good, bad = [span for span in spans if span.name == "chat v4-nano"]
     assert f"{good.context.trace_id:032x}" == PARENT.split("-")[1]
+    assert f"{good.parent.span_id:016x}" == PARENT.split("-")[2]
     assert good.attributes["gen_ai.usage.output_tokens"] == 6
     assert good.attributes["gen_ai.usage.input_tokens"] == len(mesh.starts[0].prompt)
-    assert bad.attributes["http.response.status_code"] == 400
+    assert good.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert good.attributes["gen_ai.request.temperature"] == 1.0
+    assert bad.attributes["http.response.status_code"] == 400 and bad.parent is None
     assert bad.attributes["error.type"] == "invalid_request_error"
-    assert good.end_time > good.start_time
-    assert "secret" not in str(dict(good.attributes))
-    assert mesh.starts[0].traceparent == PARENT
+    assert "secret" not in str([dict(span.attributes) for span in spans])
+    own = f"{good.context.span_id:016x}"
+    assert mesh.starts[0].traceparent.split("-")[1:3] == [PARENT.split("-")[1], own]  # the mesh hangs its spans there
+    stages = {span.name: span for span in spans if span.parent and f"{span.parent.span_id:016x}" == own}
+    assert list(stages) == ["gateway.read", "gateway.tokenize", "gateway.parse"]
+    for span in stages.values():
+        assert good.start_time <= span.start_time <= span.end_time <= good.end_time
+    assert stages["gateway.read"].end_time == stages["gateway.tokenize"].start_time
+    (event,) = good.events
+    assert event.timestamp == stages["gateway.parse"].start_time
