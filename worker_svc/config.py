@@ -15,6 +15,7 @@ class WorkerConfig:
     """Run one worker group: load a model and execute the steps of the scheduler that it dials."""
 
     scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "Address of the scheduler.")
+    grammar: str = option("", "Address of this host's grammar service; none: constrained requests fail.")
     scheduler_wait_s: float = option(0.0, "Give up if there is no scheduler for so long after start, 0 = never.")
     listen: str = option("", "Address for health checks (default: GROUP.sock beside the scheduler's socket).")
     insecure: bool = option(False, "Allow plain TCP beyond loopback for --listen.")

@@ -19,10 +19,12 @@ from meshkit.types import ModelInfo
 from meshkit.wire import Link
 from worker_svc.clients import attach_worker
 from worker_svc.compute import ComputeThread
-from worker_svc.core.effects import Run
+from worker_svc.core.effects import Freed, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import Executor
+from worker_svc.masks.book import MaskBook
+from worker_svc.masks.stream import MaskStream
 from worker_svc.pipeline import Pipeline
 
 FAREWELL_S: Final = 2.0
@@ -40,6 +42,7 @@ class WorkerLoop:
         model: ModelInfo,
         pools: PoolConfig,
         scheduler: str,
+        grammar: str = "",
         metrics: Metrics | None = None,
     ) -> None:
         boot = secrets.randbits(64) | 1
@@ -47,18 +50,36 @@ class WorkerLoop:
         self.machine = SlotMachine(config, random.Random(secrets.randbits(128)))
         self.shell = Shell(self.machine, self._effect, metrics)
         self._pipeline = Pipeline(executor, compute, self.shell.post)
+        self._masks: MaskStream | None = None
+        if grammar:
+            book = MaskBook(model.vocab_size, model.eos_ids, self.shell.metrics)
+            self._masks = MaskStream(
+                book,
+                grammar,
+                group=f"{group}@{scheduler}",  # unique on the host, whatever else it serves
+                boot=boot,
+                vocab_size=model.vocab_size,
+                slots=pools.slots * pools.ranks,
+                max_verify=pools.max_verify,
+                metrics=self.shell.metrics,
+            )
+            executor.use_masks(book)
         self._channel = open_channel(scheduler)
         self._dials: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Dial and serve until cancelled."""
+        if self._masks is not None:
+            self._tasks.add(asyncio.create_task(self._masks.run()))
         try:
             async with quiet_collector(lambda: self.machine.busy):
                 await self.shell.run()
         finally:
-            for task in self._dials:
+            tasks = (*self._dials, *self._tasks)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._dials, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._channel.close()
             self._pipeline.close()
 
@@ -72,6 +93,9 @@ class WorkerLoop:
         match effect:
             case Run():
                 self._pipeline.submit(effect)
+            case Freed(slot=slot, slot_gen=slot_gen):
+                if self._masks is not None:
+                    self._masks.book.free(slot, slot_gen)
             case Dial(conn=conn):
                 dialling = self.shell.dial(conn, Link.WORKER_UP, partial(attach_worker, self._channel))
                 task = asyncio.create_task(dialling)

@@ -45,6 +45,7 @@ class WorkerProcess:
             model=loaded.info,
             pools=loaded.pools,
             scheduler=config.scheduler,
+            grammar=config.grammar,
             metrics=self._metrics,
         )
         await self._health.set_ready(True)

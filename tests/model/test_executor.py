@@ -9,7 +9,7 @@ import torch
 from meshkit.types import SamplingParams
 from tests.model.conftest import NANO
 from worker_svc.checkpoint.quant_choice import Numerics
-from worker_svc.core.work import CopyWork, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.core.work import CopyWork, Fault, RowOutcome, RowWork, SlotInit, StepWork, TailWork
 from worker_svc.executor import CpuExecutor
 from worker_svc.solo import Sequence, generate, pages_for, steps
 
@@ -236,8 +236,12 @@ def test_logits_that_are_not_numbers_end_the_row_and_are_counted(executor):
     before = executor.sampling_faults
     row = RowWork(slot=0, start=100, ids=(5,), pages=[0])  # nothing was written below: the pools are poisoned
     outcome = executor.run(StepWork(inits=(init(0),), rows=(row,)))
-    assert outcome.rows[0].tokens == executor.info.eos_ids
+    assert outcome.rows[0].tokens == () and outcome.rows[0].fault == Fault(
+        "sampling_fault", "output position 0: broken_logits"
+    )
     assert executor.sampling_faults == before + 1
+    behind = executor.run(StepWork(rows=(RowWork(slot=0, pages=[0]),)))
+    assert behind.rows == (RowOutcome(()),), "the slot has ended"
 
 
 def test_small_steps_take_one_thread_and_large_ones_what_is_allowed(tiny_folder, monkeypatch):

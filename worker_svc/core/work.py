@@ -9,9 +9,12 @@ Order inside a step: inits, copies, tail_loads, forward (saves gather layer by l
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from meshkit.types import SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from worker_svc.masks.source import MaskSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,11 @@ class Executor(Protocol):
     A device that computes in the background returns from `launch` before the step ran; one that does not may do all
     the work there.
     """
+
+    def use_masks(self, masks: "MaskSource") -> None:
+        """Where the masks of slots with a grammar_id come from; called before the first step, or never: then rows of
+        such slots fail. When to call what of it: `worker_svc.masks.source`."""
+        ...
 
     def launch(self, work: StepWork) -> Any:  # Any: what `collect` needs, the executor's own affair
         """Start one step behind those launched before. An exception means that the step did not happen."""

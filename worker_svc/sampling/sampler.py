@@ -27,7 +27,7 @@ MAX_TOP_LOGPROBS = 20
 _PRESELECT = (512, 8192)
 """Tokens looked at first for top-p: sorting a whole vocabulary is slow and rarely needed."""
 
-Fault = Literal["nan_logits", "nothing_allowed"]
+Fault = Literal["broken_logits", "nothing_allowed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A drawn token. With a fault the token is the first EOS id, so that a row which cannot go on ends."""
+    """A drawn token; -1 with a fault: the row cannot go on."""
 
     token: int
     logprobs: TokenLogprobs | None = None
@@ -157,10 +157,12 @@ def _sample_row(raw: Floats, row: RowState) -> Sampled:
     assert raw.shape == (sampling.rules.vocab_size,), (raw.shape, sampling.rules.vocab_size)
     token = _plain_greedy(raw, row)
     if token is None:
+        if not np.isfinite(raw.max()):  # NaN, +inf, or nothing but -inf: a mask must not hide it
+            return Sampled(-1, fault="broken_logits")
         logits = _processed(raw, row)
-        token = int(logits.argmax())  # the first NaN, if there is one
-        if not np.isfinite(logits[token]):
-            return _faulty(raw, row, logits[token])
+        token = int(logits.argmax())
+        if not np.isfinite(logits[token]):  # a bias, or a penalty, can overflow too
+            return Sampled(-1, fault="nothing_allowed" if np.isneginf(logits[token]) else "broken_logits")
         if not sampling.is_greedy:
             token = _draw(logits, sampling, row.position)
     return Sampled(token, _logprobs(raw, token, sampling.params.top_logprobs))
@@ -179,14 +181,6 @@ def _plain_greedy(raw: Floats, row: RowState) -> int | None:
         return None
     best = int(raw.argmax())
     return best if best not in sampling.rules.is_masked and np.isfinite(raw[best]) else None
-
-
-def _faulty(raw: Floats, row: RowState, best: np.float32) -> Sampled:
-    sampling = row.state.row
-    end = sampling.rules.eos_ids[0] if sampling.rules.eos_ids else 0
-    broken = not np.isneginf(best) or bool(np.isnan(raw).any())
-    fault: Fault = "nan_logits" if broken else "nothing_allowed"
-    return Sampled(end, _logprobs(raw, end, sampling.params.top_logprobs), fault)
 
 
 def _processed(raw: Floats, row: RowState) -> Floats:

@@ -2,7 +2,9 @@
 
 Steps queue as on a GPU stream: one begins when it is launched and the one before it has ended. With `threaded` the
 collecting thread plays the device: a step begins when that thread, having seen the end of the one before, takes it.
-Then the gap between steps is what the process really adds. No torch, no weights.
+Then the gap between steps is what the process really adds. While slots are constrained the collecting thread computes
+too: masks are taken when the forward would be over, as on a device, and what was sampled is told then and not before.
+No torch, no weights.
 """
 
 import os
@@ -13,9 +15,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshkit.types import PAGE_TOKENS, ModelInfo, TokenLogprobs
-from worker_svc.core.work import RowOutcome, RowWork, StepOutcome, StepWork
+from worker_svc.core.work import SAMPLING_FAULT, Fault, RowOutcome, RowWork, StepOutcome, StepWork
+from worker_svc.masks.source import Answer, Ask, MaskRows, MaskSource, NoMasks, Told
 from worker_svc.sim.cost import FlashOnH200, Load
 from worker_svc.sim.state import I64, Numbers, SlotArrays
 
@@ -24,17 +28,45 @@ SPIN_NS: Final = 1_500_000
 HOLD_NS: Final = 50_000
 """And the very last without even that: who yields has to get the right to run Python back."""
 
+LEAST_WAIT_S: Final = 0.0003
+WAIT_SHARE: Final = 0.05
+"""How long a step waits for masks that are late: this share of it, but not less than the above."""
+
 _NOTHING: Final = RowOutcome(())
+_NO_MASKS: Final = np.empty((0, 0), np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step on its way: when the device could begin it, how long it takes, what it comes to, when it began."""
+    """A step on its way: when the device could begin it, how long it takes, what it comes to, when it began.
+
+    `rows` are None until it is computed.
+    """
 
     at_ns: int
-    takes_ns: int
-    rows: tuple[RowOutcome, ...]
+    work: StepWork
+    takes_ns: int = 0
+    rows: tuple[RowOutcome, ...] | None = None
     start_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The rows of a step: slot of each, which of them are decode rows of living slots, which sample."""
+
+    rows: tuple[RowWork, ...]
+    slots: Numbers
+    feeding: NDArray[np.bool_]
+    sampling: NDArray[np.bool_]
+    has_chunks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """Of the sampling rows of constrained slots, by index of the row: mask row, or why it is not sampled."""
+
+    ready: dict[int, MaskRows]
+    refused: dict[int, Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,70 +96,137 @@ class SimExecutor:
         self._free_ns = 0
         self._queue: deque[Launched] = deque()
         self._logprobs: dict[int, int] = {}  # slots that asked -> alternatives
+        self._masks: MaskSource = NoMasks()
+        self._mask_rows: MaskRows = _NO_MASKS
+        self._named: set[int] = set()  # constrained slots, as launched
+        self._constrained: dict[int, int] = {}  # constrained slots, as computed -> generation
+
+    def use_masks(self, masks: MaskSource) -> None:
+        """Where the masks of constrained slots come from; before the first step."""
+        self._masks = masks
 
     def launch(self, work: StepWork) -> Launched:
-        """Everything but the time."""
-        state = self._slots
+        """Everything but the time, unless masks have to be waited for."""
+        launched = Launched(time.monotonic_ns(), work)
         for init in work.inits:
-            state.init(init)
-            self._logprobs.pop(init.slot, None)
-            if init.params.top_logprobs >= 0:
-                self._logprobs[init.slot] = init.params.top_logprobs
-        for copy in work.copies:
-            state.copy(copy.src, copy.dst)
-        for tail in work.tail_loads:
-            state.load(tail.slot, tail.pos, tail.tail)
-        rows, load = self._forward(work)
-        launched = Launched(time.monotonic_ns(), self.cost.step_ns(load), rows)
+            (self._named.add if init.grammar_id else self._named.discard)(init.slot)
+        if not self._named and all(step.rows is not None for step in tuple(self._queue)):
+            batch = self._begin(launched)
+            launched.rows = self._outcomes(batch, work, None)
         self._queue.append(launched)
         return launched
 
     def collect(self, handle: Launched) -> StepOutcome:
         """Wait until the step would be over."""
         assert self._queue[0] is handle, "steps are collected in the order of their launch"
+        later = self._begin(handle) if handle.rows is None else None
         if self._waiting.threaded:
             start = handle.start_ns or time.monotonic_ns()
         else:
             start = max(handle.at_ns, self._free_ns)
-        end = self._free_ns = start + handle.takes_ns
+        end = start + handle.takes_ns
         _wait_until(end, self._waiting.spin)
+        next_ns = 0
+        if later is not None:
+            began = time.monotonic_ns()
+            masks = self._take(later, handle.takes_ns / 1e9)
+            next_ns = time.monotonic_ns()
+            end += next_ns - began
+            handle.rows = self._outcomes(later, handle.work, masks)
+            self._tell(later, handle.rows)
+        assert handle.rows is not None
+        self._free_ns = end
         self._queue.popleft()
         if self._queue:
-            self._queue[0].start_ns = time.monotonic_ns()
+            self._queue[0].start_ns = next_ns or time.monotonic_ns()
         if self._timeline is not None:
             self._timeline(start, end)
         return StepOutcome(rows=handle.rows, t_start_ns=start, t_end_ns=end)
 
-    def _forward(self, work: StepWork) -> tuple[tuple[RowOutcome, ...], Load]:
-        state, rows = self._slots, work.rows
-        if not rows:
-            return (), Load()
+    def _begin(self, launched: Launched) -> _Batch:
+        """What comes before a forward; sets how long the step takes."""
+        state, work = self._slots, launched.work
+        self._masks.bind(work.inits)
+        for init in work.inits:
+            state.init(init)
+            self._logprobs.pop(init.slot, None)
+            if init.params.top_logprobs >= 0:
+                self._logprobs[init.slot] = init.params.top_logprobs
+            self._constrained.pop(init.slot, None)
+            if init.grammar_id:
+                self._constrained[init.slot] = init.slot_gen
+        for copy in work.copies:
+            state.copy(copy.src, copy.dst)
+        for tail in work.tail_loads:
+            state.load(tail.slot, tail.pos, tail.tail)
+        rows = work.rows
         numbers: Numbers = np.fromiter((row.slot for row in rows), np.intp, len(rows))
         decode = np.fromiter((not row.ids for row in rows), np.bool_, len(rows))
         feeding = decode & ~state.finished[numbers]
-        state.feed_next(numbers[feeding])
-        chunk_tokens = chunk_context = 0
-        if not decode.all():
-            saves: dict[int, list[tuple[int, int]]] = {}
-            for save in work.saves:
-                saves.setdefault(save.slot, []).append((save.pos, save.tail))
-            for row in rows:
-                if row.ids:
-                    state.feed_chunk(row, saves.get(row.slot, ()))
-                    chunk_tokens += len(row.ids)
-                    chunk_context += len(row.ids) * row.start + len(row.ids) * (len(row.ids) - 1) // 2
-        load = Load(int(feeding.sum()), int(state.length[numbers[feeding]].sum()), chunk_tokens, chunk_context)
         sampling = feeding | np.fromiter((bool(row.ids and row.sample_last) for row in rows), np.bool_, len(rows))
-        where = np.flatnonzero(sampling)
-        return self._outcomes(rows, where, numbers[where]), load
+        tokens = context = 0
+        has_chunks = not decode.all()
+        if has_chunks:
+            tokens = sum(len(row.ids) for row in rows)
+            context = sum(len(row.ids) * row.start + len(row.ids) * (len(row.ids) - 1) // 2 for row in rows)
+        living = int(feeding.sum())
+        load = Load(living, int(state.length[numbers[feeding]].sum()) + living, tokens, context)
+        launched.takes_ns = self.cost.step_ns(load)
+        return _Batch(rows, numbers, feeding, sampling, has_chunks)
 
-    def _outcomes(self, rows: tuple[RowWork, ...], where: Numbers, slots: Numbers) -> tuple[RowOutcome, ...]:
-        """Sample at these rows, refresh spares at page boundaries."""
+    def _take(self, batch: _Batch, step_s: float) -> _Masks | None:
+        """The masks of a batch; None if it needs none."""
+        indices = [i for i in np.flatnonzero(batch.sampling).tolist() if batch.rows[i].slot in self._constrained]
+        if not indices:
+            return None
+        slots = [batch.rows[i].slot for i in indices]
+        asks = [Ask(s, self._constrained[s], int(self._slots.emitted[s])) for s in slots]
+        if len(self._mask_rows) < len(asks):
+            self._mask_rows = np.empty((len(asks), self._masks.words), np.int32)
+        idle = np.count_nonzero(batch.feeding) + sum(bool(row.ids) for row in batch.rows) == len(asks)
+        answers = self._masks.take(asks, self._mask_rows, wait_s=max(LEAST_WAIT_S, WAIT_SHARE * step_s), alone=idle)
+        masks = _Masks({}, {})
+        for index, answer, mask in zip(indices, answers, self._mask_rows, strict=False):
+            if answer.ready:
+                masks.ready[index] = mask
+            else:
+                masks.refused[index] = answer
+        return masks
+
+    def _tell(self, batch: _Batch, outcomes: tuple[RowOutcome, ...]) -> None:
+        state, rows = self._slots, []
+        for index in np.flatnonzero(batch.sampling).tolist():
+            slot, outcome = batch.rows[index].slot, outcomes[index]
+            if slot in self._constrained and (outcome.tokens or outcome.fault):
+                base = int(state.emitted[slot]) - len(outcome.tokens)
+                ended = bool(state.finished[slot])
+                rows.append(Told(slot, self._constrained[slot], base, outcome.tokens, ended))
+        self._masks.tell(rows)
+
+    def _outcomes(self, batch: _Batch, work: StepWork, masks: _Masks | None) -> tuple[RowOutcome, ...]:
+        """Feed all rows, sample at those that do, refresh spares at page boundaries."""
+        state, rows, slots, sampling = self._slots, batch.rows, batch.slots, batch.sampling
+        if not rows:
+            return ()
         outcomes = [_NOTHING] * len(rows)
+        feeding = batch.feeding
+        if masks is not None:
+            for index, row in masks.ready.items():
+                if not row.any():
+                    masks.refused[index] = Answer(False, Fault(SAMPLING_FAULT, "the mask allows nothing"))
+            feeding, sampling = feeding.copy(), sampling.copy()
+            for index, answer in masks.refused.items():
+                feeding[index] = sampling[index] = False
+                outcomes[index] = RowOutcome((), fault=answer.fault)
+        state.feed_next(slots[feeding])
+        if masks is not None or batch.has_chunks:
+            self._feed_chunks(work, masks)
+        where = np.flatnonzero(sampling)
         if not len(where):
             return tuple(outcomes)
-        state = self._slots
-        tokens: I64 = state.sample(slots)
+        legal = None if masks is None else {rows[i].slot: mask for i, mask in masks.ready.items() if sampling[i]}
+        slots = slots[where]
+        tokens: I64 = state.sample(slots, legal)
         for index, token in zip(where.tolist(), tokens.tolist(), strict=True):
             outcomes[index] = RowOutcome((token,))
         crossed = (state.length[slots] % PAGE_TOKENS == 0) & ~state.finished[slots]
@@ -139,6 +238,19 @@ class SimExecutor:
                 if (wanted := self._logprobs.get(rows[index].slot)) is not None:
                     outcomes[index] = self._with_logprobs(outcomes[index].tokens, wanted)
         return tuple(outcomes)
+
+    def _feed_chunks(self, work: StepWork, masks: _Masks | None) -> None:
+        """Rows with ids; one that is not sampled gives its last id up, and ends with a fault."""
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for save in work.saves:
+            saves.setdefault(save.slot, []).append((save.pos, save.tail))
+        refused = {} if masks is None else masks.refused
+        for index, row in enumerate(work.rows):
+            answer = refused.get(index)
+            if row.ids:
+                self._slots.feed_chunk(row, saves.get(row.slot, ()), parked=answer is not None)
+            if answer is not None and answer.fault is not None:
+                self._slots.finished[row.slot] = True
 
     def _with_logprobs(self, tokens: tuple[int, ...], alternatives: int) -> RowOutcome:
         """Values of the right shape: the token first, then alternatives of falling probability."""

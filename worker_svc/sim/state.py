@@ -4,7 +4,7 @@ A token follows from seed, choice, output position, length and the last 32 ids i
 misplaced token changes all later ones. Like a V4 slot the state is resumable from a tail, or by feeding ids again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from worker_svc.core.work import RowWork, SlotInit
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 Numbers = NDArray[np.intp]
+Words = NDArray[np.int32]
 
 WINDOW: Final = 32
 _BASE: Final = np.uint64(0x9E3779B97F4A7C15)
@@ -30,6 +31,7 @@ class SlotArrays:
     def __init__(self, slots: int, tails: int, alphabet: Sequence[int], eos: int, end_chance: float = 0.0) -> None:
         self.alphabet: I64 = np.array(alphabet, np.int64)
         self.eos = eos
+        self._plain = _pack(self.alphabet)
         self._end_below = np.uint64(int(end_chance * (1 << 32)))
         self.length: I64 = np.zeros(slots, np.int64)
         self.next: I64 = np.full(slots, -1, np.int64)
@@ -66,13 +68,18 @@ class SlotArrays:
         self._ring[slot] = self._tails[tail]
         self._digest[slot] = self._fold(slot, pos)
 
-    def feed_chunk(self, row: RowWork, saves: Sequence[tuple[int, int]]) -> None:
-        """A row with ids: window and length move to its end; `saves` are (position, tail) inside it."""
-        s, end = row.slot, row.start + len(row.ids)
+    def feed_chunk(self, row: RowWork, saves: Sequence[tuple[int, int]], *, parked: bool = False) -> None:
+        """A row with ids: window and length move to its end; `saves` are (position, tail) inside it.
+
+        Parked, it moves to its last id, which becomes the next one to feed.
+        """
+        s, end, ids = row.slot, row.start + len(row.ids), row.ids
         before = self._ring[s, np.arange(row.start - WINDOW, row.start) % WINDOW]
-        history = np.concatenate([before, np.array(row.ids[-PAGE_TOKENS:], np.uint64) + np.uint64(1)])
         for pos, tail in saves:
             self._tails[tail] = self._window(row, before, pos)
+        if parked:
+            self.next[s], ids, end = ids[-1], ids[:-1], end - 1
+        history = np.concatenate([before, np.array(ids[-PAGE_TOKENS:], np.uint64) + np.uint64(1)])
         self._ring[s, np.arange(end - WINDOW, end) % WINDOW] = history[-WINDOW:]
         self.length[s] = end
         self._digest[s] = self._fold(s, end)
@@ -86,8 +93,8 @@ class SlotArrays:
         self._ring[slots, place] = new
         self.length[slots] = length + 1
 
-    def sample(self, slots: Numbers) -> I64:
-        """Draw a token for each, move its state on and test for its end."""
+    def sample(self, slots: Numbers, masks: Mapping[int, Words] | None = None) -> I64:
+        """Draw a token for each, move its state on and test for its end. `masks`: of slots that are constrained."""
         emitted = self.emitted[slots]
         bits = _mix(self._seed[slots] + _mix(self._digest[slots]) + _mix(emitted << 32 | self.length[slots]))
         tokens: I64 = self.alphabet[(bits >> np.uint64(32)) % np.uint64(len(self.alphabet))]
@@ -95,6 +102,12 @@ class SlotArrays:
         if self._end_below:
             drawn = ((bits & np.uint64(0xFFFFFFFF)) < self._end_below) & ends & (emitted + 1 > self._least[slots])
             tokens = np.where(drawn, self.eos, tokens)
+        if masks:
+            tokens = tokens.copy()
+            for index, slot in enumerate(slots.tolist()):
+                if (mask := masks.get(slot)) is not None:
+                    may_end = int(emitted[index]) + 1 > int(self._least[slot])
+                    tokens[index] = self._legal(int(bits[index]), mask, may_end)
         emitted += 1
         over = (emitted >= self._most[slots]) | (ends & (tokens == self.eos))
         if self._stops:
@@ -105,6 +118,22 @@ class SlotArrays:
         self.finished[slots] = over
         self.length[slots] -= over  # who ends does not move on
         return tokens
+
+    def _legal(self, bits: int, mask: Words, may_end: bool) -> int:
+        """One of the tokens that the mask allows, by the hash: in one of four cases the end, where it is among them."""
+        end = self.eos if mask[self.eos >> 5] >> (self.eos & 31) & 1 else -1
+        if len(self._plain) < len(mask):
+            self._plain = np.pad(self._plain, (0, len(mask) - len(self._plain)))
+        plain = mask & self._plain
+        if not plain.any():
+            plain = mask
+        words = np.flatnonzero(plain)
+        if end >= 0 and ((may_end and bits & 3 == 0) or plain is mask):
+            return end
+        word = int(words[(bits >> 32) % len(words)])
+        value = int(plain[word]) & 0xFFFFFFFF
+        places = [place for place in range(32) if value >> place & 1]
+        return 32 * word + places[(bits >> 8) % len(places)]
 
     def refresh(self, slot: int, tail: int) -> None:
         """The slot's state as it is now goes into `tail`."""
@@ -120,6 +149,13 @@ class SlotArrays:
         ring = np.zeros(WINDOW, np.uint64)
         ring[np.arange(pos - WINDOW, pos) % WINDOW] = np.concatenate([before, ids])[-WINDOW:]
         return ring
+
+
+def _pack(ids: I64) -> Words:
+    """One bit per id, as in masks; as long as the largest id needs."""
+    words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
+    np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+    return words.view(np.int32)
 
 
 def _mix(values: NDArray[np.uint64] | I64) -> U64:

@@ -268,24 +268,28 @@ class TestRules:
 
 
 class TestFaults:
-    def test_nan_logits_end_the_row(self):
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_logits_that_are_no_numbers_end_the_row(self, bad):
         values = logits()
-        values[0, 17] = math.nan
-        for params in ({"temperature": 0.0}, {}, {"top_k": 3}, {"bias": ((2, 1.0),)}):
+        values[0, 17] = bad
+        for params in ({"temperature": 0.0}, {}, {"top_k": 3}, {"bias": ((2, 1.0),)}, {"mask": bits(1, 2)}):
             result = one(values, row(**params))
-            assert (result.token, result.fault) == (1, "nan_logits")
-        values[0, 17] = math.inf
-        assert one(values, row()).fault == "nan_logits"
+            assert (result.token, result.fault) == (-1, "broken_logits")
+        assert one(values * 0 - math.inf, row()).fault == "broken_logits"
+
+    def test_a_bias_that_overflows_ends_the_row(self):
+        values = logits() * 1e38
+        assert one(values, row(bias=tuple((i, 3e38) for i in range(V)))).fault == "broken_logits"
 
     def test_an_empty_grammar_ends_the_row(self):
         result = one(logits(), row(mask=bits()))
-        assert (result.token, result.fault) == (1, "nothing_allowed")
+        assert (result.token, result.fault) == (-1, "nothing_allowed")
 
     def test_one_bad_row_leaves_the_others(self):
         values = logits(n=3)
         values[1] = math.nan
         results = sample(values, [row(temperature=0.0)] * 3)
-        assert [r.fault for r in results] == [None, "nan_logits", None]
+        assert [r.fault for r in results] == [None, "broken_logits", None]
 
     def test_wrong_shapes_are_ours(self):
         with pytest.raises(AssertionError):
