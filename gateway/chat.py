@@ -19,6 +19,7 @@ from gateway.encoding import INLINE_CHARS
 from gateway.errors import ApiError, invalid, missing_part
 from gateway.exchange import Caller, Exchange, json_response
 from gateway.generation import Generation, Job
+from gateway.hosted import as_hosted, sampled_as_hosted
 from gateway.schema import ChatRequest, RequestFields
 from gateway.service import Gateway
 from gateway.text.chat_encoding import (
@@ -71,8 +72,13 @@ async def answer_chat(
 
 async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple[Job, EncodedPrompt]:
     """Check and encode a conversation. Raises ApiError before anything is started."""
+    hosted = gateway.config.api_profile == "deepseek"
+    if hosted:
+        body = as_hosted(body, gateway.model)
     check_model(body.model, gateway.model)
     conversation = conversation_of(gateway, body)
+    if hosted:
+        body = sampled_as_hosted(body, conversation.options)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
     given = _given_ids(gateway, body)
@@ -112,6 +118,7 @@ def _answer(gateway: Gateway, body: ChatRequest, generation: Generation, prompt:
         thinking=prompt.starts_in == "reasoning",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        last_usage=gateway.config.api_profile == "deepseek",
     )
 
 
@@ -184,7 +191,7 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
     if body.chat_template is not None:
         raise invalid("chat_template", "chat_template cannot be replaced: the model's own encoding is used")
     try:
-        messages = parse_messages(body.messages)
+        messages = parse_messages(body.messages, gateway.config.api_profile)
         tools = parse_tools(body.tools)
         mode = resolve_thinking(
             thinking=body.thinking,
@@ -209,6 +216,7 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
         response_schema=format_schema(wanted) if kind == "json_schema" else None,
         continue_final_message=bool(body.continue_final_message),
         task=body.task,
+        profile=gateway.config.api_profile,
     )
     return Conversation(messages, options, rule)
 

@@ -39,7 +39,9 @@ class ChatAnswer(OpenAiEvents):
         thinking: bool,
         include_usage: bool,
         running_usage: bool,
+        last_usage: bool = False,
     ) -> None:
+        """`last_usage`: the chunk that ends a choice tells the usage, asked for or not."""
         self._generation = generation
         self._tokenizer = tokenizer
         self._logprobs = logprobs
@@ -47,6 +49,7 @@ class ChatAnswer(OpenAiEvents):
         self._thinking = thinking and reasoning == "separate"
         self._include_usage = include_usage or running_usage
         self._running_usage = running_usage
+        self._last_usage = last_usage
         self._head = {"id": name, "object": "chat.completion.chunk", "created": created, "model": model}
         self._head["system_fingerprint"] = fingerprint
         choices = [choice for job in generation.jobs for choice in job.choices]
@@ -120,8 +123,9 @@ class ChatAnswer(OpenAiEvents):
         if self._token_ids:
             choice["token_ids"], self._unsent_ids[index] = self._unsent_ids[index], []
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._include_usage:
-            chunk["usage"] = self._generation.usage() if self._running_usage else None
+        ends = self._last_usage and fields.get("finish_reason") is not None
+        if self._include_usage or ends:
+            chunk["usage"] = self._generation.usage() if self._running_usage or ends else None
         return event(chunk)
 
     def _around(self, index: int, part: Kind) -> tuple[bytes, bytes]:

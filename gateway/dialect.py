@@ -12,11 +12,9 @@ from typing import Any
 
 from gateway.errors import ApiError, invalid
 from gateway.schema import ChatRequest, RequestFields
-from gateway.text.chat_messages import Profile
+from gateway.text.chat_messages import UNSUPPORTED_IMAGE, Profile
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content|\.tool_calls)?")
-UNSUPPORTED_IMAGE = "[Unsupported Image]"
-"""What the hosted service writes for an image that a text model was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def _assistant(blocks: Sequence[tuple[Mapping[str, Any], str]], profile: Profile
         elif kind != "redacted_thinking":
             parts.append({"type": "text", "text": _text(block, where, profile)})
     message: dict[str, Any] = {"role": "assistant", "content": parts}
-    if thoughts:
+    if thoughts or profile == "deepseek":  # which wants it passed back
         message["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls

@@ -142,7 +142,7 @@ class _Turns:
         content = item.get("content")
         if not isinstance(content, list | None):
             raise invalid(f"{where}.content", f"{where}.content must be a list of parts")
-        texts = [] if turn.get("reasoning_content") is None else [turn["reasoning_content"]]
+        texts = [turn["reasoning_content"]] if turn.get("reasoning_content") else []
         for number, part in enumerate(content or ()):
             place = f"{where}.content[{number}]"
             texts.append(text_at(object_at(part, place).get("text"), f"{place}.text"))
@@ -162,6 +162,8 @@ class _Turns:
     def _assistant(self, where: str) -> dict[str, Any]:
         if self._turn is None:
             turn: dict[str, Any] = {"role": "assistant", "content": []}
+            if self._profile == "deepseek":  # which wants it passed back
+                turn["reasoning_content"] = ""
             self.add(turn, where)
             self._turn = turn
         return self._turn
@@ -203,6 +205,11 @@ def _choice(choice: object) -> object:
         return choice
     if _searches(choice):
         return None
+    if choice.get("type") == "allowed_tools" and "allowed_tools" not in choice:
+        allowed = [
+            _choice(tool) for tool in choice.get("tools") or () if isinstance(tool, dict) and not _searches(tool)
+        ]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode") or "auto", "tools": allowed}}
     if choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

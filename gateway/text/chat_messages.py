@@ -15,6 +15,8 @@ Profile = Literal["open", "deepseek"]
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "latest_reminder")
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 MAX_TOOLS: Final = 128
+UNSUPPORTED_IMAGE: Final = "[Unsupported Image]"
+"""What the hosted service writes for an image that a text model was sent."""
 _TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 
 
@@ -89,8 +91,8 @@ def _message(item: object, where: str, profile: Profile) -> Message:
     if role == "developer":
         role = "system"
     if role == "assistant":
-        return _assistant(item, where)
-    content = _content(item.get("content"), f"{where}.content")
+        return _assistant(item, where, profile)
+    content = _content(item.get("content"), f"{where}.content", profile)
     if content is None:
         raise ChatError(f"{where}.content must be a string or a list of text parts", f"{where}.content")
     call_id = item.get("tool_call_id") if role == "tool" else None
@@ -99,8 +101,8 @@ def _message(item: object, where: str, profile: Profile) -> Message:
     return Message(role, content, tool_call_id=call_id, prefix=_flag(item, "prefix", where))
 
 
-def _assistant(item: Mapping[str, Any], where: str) -> Message:
-    content = _content(item.get("content"), f"{where}.content")
+def _assistant(item: Mapping[str, Any], where: str, profile: Profile) -> Message:
+    content = _content(item.get("content"), f"{where}.content", profile)
     reasoning = item.get("reasoning_content")
     if reasoning is None:
         reasoning = item.get("reasoning")
@@ -115,21 +117,23 @@ def _assistant(item: Mapping[str, Any], where: str) -> Message:
     return Message("assistant", content or "", reasoning, parsed, prefix=_flag(item, "prefix", where))
 
 
-def _content(value: object, where: str) -> str | None:
+def _content(value: object, where: str, profile: Profile) -> str | None:
     """A string, or text parts joined by a blank line; None when absent."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Sequence):
         raise ChatError(f"{where} must be a string or a list of text parts", where)
-    return "\n\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(value))
+    return "\n\n".join(_part(part, f"{where}[{index}]", profile) for index, part in enumerate(value))
 
 
-def _part(part: object, where: str) -> str:
+def _part(part: object, where: str, profile: Profile) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     if kind == "text":
         raise ChatError(f"{where}.text must be a string", f"{where}.text")
+    if kind == "image_url" and profile == "deepseek":
+        return UNSUPPORTED_IMAGE
     raise ChatError(f"{where} has type {kind!r}; this model reads text only", where)
 
 
@@ -144,7 +148,9 @@ def _tool_call(item: object, where: str) -> ToolCall:
     function = item.get("function") if isinstance(item, Mapping) else None
     if not isinstance(item, Mapping) or not isinstance(function, Mapping):
         raise ChatError(f"{where} must be an object with a function", where)
-    call_id, name, arguments = item.get("id"), function.get("name"), function.get("arguments", "")
+    call_id, name, arguments = item.get("id"), function.get("name"), function.get("arguments")
+    if arguments is None:
+        arguments = ""
     if not isinstance(call_id, str) or not call_id:
         raise ChatError(f"{where}.id must be a non-empty string", f"{where}.id")
     if not isinstance(name, str) or not name:
@@ -172,7 +178,8 @@ def parse_tools(raw: object) -> tuple[ToolSpec, ...]:
 
 def _tool(item: object, where: str) -> ToolSpec:
     function = item.get("function") if isinstance(item, Mapping) else None
-    if not isinstance(item, Mapping) or item.get("type", "function") != "function" or not isinstance(function, Mapping):
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    if not isinstance(item, Mapping) or kind not in (None, "function") or not isinstance(function, Mapping):
         raise ChatError(f"{where} must be {{type: 'function', function: {{...}}}}", where)
     name, description, parameters = (function.get(key) for key in ("name", "description", "parameters"))
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
@@ -226,7 +233,9 @@ def _effort(value: object, field: str) -> str | None:
 def _thinking_type(value: object) -> bool | None:
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
+    kind = value.get("type") if isinstance(value, Mapping) else value
+    if kind is None:
+        return None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise ChatError(f"thinking.type is {kind!r}; accepted: enabled, disabled, adaptive", "thinking")
     return bool(kind != "disabled")
