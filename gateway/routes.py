@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from gateway.cache import explain, flush_cache
@@ -17,6 +18,8 @@ from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generate import generate
 from gateway.messages import count_tokens, messages
+from gateway.messages_request import MessagesRequest
+from gateway.openapi import document
 from gateway.operations import (
     abort_request,
     health,
@@ -29,6 +32,16 @@ from gateway.operations import (
     server_info,
 )
 from gateway.responses import count_input_tokens, one_response, responses
+from gateway.responses_request import ResponsesRequest
+from gateway.schema import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ExplainRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
 from gateway.service import Gateway
 from gateway.tokenize import detokenize, tokenize
 
@@ -47,20 +60,47 @@ class Route:
     operation: str = ""
     open: bool = False  # needs no key
     anthropic: bool = False  # errors in Anthropic's shape
+    body: type[msgspec.Struct] | None = None  # what POST and PUT bodies decode to
+
+
+async def openapi(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """This document."""
+    body = document((*ROUTES, _MODEL, _RESPONSE))
+    return web.Response(body=body, content_type="application/json", charset="utf-8", headers=exchange.headers)
 
 
 ROUTES = (
-    Route(("/v1/chat/completions", "/chat/completions", "/beta/chat/completions"), ("POST",), chat_completions, "chat"),
-    Route(("/v1/completions", "/completions", "/beta/completions"), ("POST",), completions, "text_completion"),
-    Route(("/v1/messages", "/anthropic/v1/messages"), ("POST",), messages, "chat", anthropic=True),
     Route(
-        ("/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"), ("POST",), count_tokens, anthropic=True
+        ("/v1/chat/completions", "/chat/completions", "/beta/chat/completions"),
+        ("POST",),
+        chat_completions,
+        "chat",
+        body=ChatRequest,
     ),
-    Route(("/v1/responses", "/responses"), ("POST",), responses, "chat"),
-    Route(("/v1/responses/input_tokens", "/responses/input_tokens"), ("POST",), count_input_tokens),
-    Route(("/generate",), ("POST", "PUT"), generate, "text_completion"),
-    Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize),
-    Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize),
+    Route(
+        ("/v1/completions", "/completions", "/beta/completions"),
+        ("POST",),
+        completions,
+        "text_completion",
+        body=CompletionRequest,
+    ),
+    Route(
+        ("/v1/messages", "/anthropic/v1/messages"), ("POST",), messages, "chat", anthropic=True, body=MessagesRequest
+    ),
+    Route(
+        ("/v1/messages/count_tokens", "/anthropic/v1/messages/count_tokens"),
+        ("POST",),
+        count_tokens,
+        anthropic=True,
+        body=MessagesRequest,
+    ),
+    Route(("/v1/responses", "/responses"), ("POST",), responses, "chat", body=ResponsesRequest),
+    Route(
+        ("/v1/responses/input_tokens", "/responses/input_tokens"), ("POST",), count_input_tokens, body=ResponsesRequest
+    ),
+    Route(("/generate",), ("POST", "PUT"), generate, "text_completion", body=GenerateRequest),
+    Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize, body=TokenizeRequest),
+    Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize, body=DetokenizeRequest),
     Route(("/v1/models", "/models"), ("GET",), list_models),
     Route(("/health",), ("GET",), health, open=True),
     Route(("/ping",), ("GET", "POST"), health, open=True),
@@ -69,9 +109,10 @@ ROUTES = (
     Route(("/metrics",), ("GET",), metrics, open=True),
     Route(("/server_info", "/get_server_info"), ("GET",), server_info),
     Route(("/model_info", "/get_model_info"), ("GET",), model_info),
-    Route(("/abort_request",), ("POST",), abort_request),
+    Route(("/abort_request",), ("POST",), abort_request, body=AbortRequest),
     Route(("/flush_cache",), ("GET", "POST"), flush_cache),
-    Route(("/explain",), ("POST",), explain),
+    Route(("/openapi.json",), ("GET",), openapi, open=True),
+    Route(("/explain",), ("POST",), explain, body=ExplainRequest),
 )
 _MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
 _RESPONSE = Route(("/v1/responses/{id}",), ("GET", "POST", "DELETE"), one_response)
