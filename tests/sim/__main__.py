@@ -32,6 +32,11 @@ INTERESTING = (
     "stale_conn",
     "result_without_scheduler",
     "requests_poisoned",
+    "constrained_completed",
+    "grammar_boots",
+    "grammars_later",
+    "grammars_lost",
+    "rows_failed",
 )
 
 

@@ -3,6 +3,7 @@
 I1 right ids, gapless, once; I2 one terminal; I3 pools add up; I4 and I5 pages (in `device`); I6 references recounted;
 I7 slot generations grow; I8 frames of a superseded attachment change nothing; I11 bounded journal; I12 no request
 outlives its deadline or hangs; I13 everything back at the baseline; I14 bounded resubmission. R10: no fault counter.
+G1 a constrained choice gets a slot once its grammar is there, with all its ids; G2 the same Submit has one verdict.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +13,11 @@ import numpy as np
 
 from gateway.journal.events import ClientGone, Emit, Ended, Refused, Start, StopChoice
 from meshkit.core import Count, Received, Tick
-from meshkit.frames import GatewayHelloAck, Submit, Verdict, WorkerHelloAck
+from meshkit.frames import Frame, GatewayHelloAck, SlotInit, StepFrame, Submit, SubmitReply, Verdict, WorkerHelloAck
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import audit
 from tests.sim.device import Violation
+from tests.sim.grammar import PLACE, REFUSED
 from tests.sim.reference import Expected, expected_output, page_names
 from tests.sim.scenario import LONG_DEADLINE_MS, RequestSpec
 from worker_svc.core.effects import Ran
@@ -57,7 +59,10 @@ class Checker:
         self.world = world
         self.tracks: dict[bytes, Track] = {}
         for spec in world.scenario.requests:
-            outputs = [expected_output(spec.prompt, spec.seed, choice, spec.params) for choice in range(spec.n)]
+            outputs = [
+                expected_output(spec.prompt, spec.seed, choice, spec.params, spec.grammar, thinking=spec.thinking)
+                for choice in range(spec.n)
+            ]
             self.tracks[spec.request_id] = Track(spec, outputs, None, [0] * spec.n, [False] * spec.n)
         self.counts: dict[str, int] = {}
         self.tokens = 0
@@ -66,6 +71,7 @@ class Checker:
         self._names: dict[int, list[bytes]] | None = None
         self._gens: dict[str, dict[int, int]] = {}
         self._since_audit = 0
+        self._verdicts: dict[tuple[int, bytes, int], Verdict] = {}
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
@@ -77,6 +83,35 @@ class Checker:
         for track in self.tracks.values():
             if track.gateway is process:
                 track.over = True
+
+    def sent(self, process: "Process", frame: Frame) -> None:
+        """G1."""
+        if isinstance(frame, StepFrame):
+            for init in frame.inits:
+                self._check_init(process, init)
+
+    def _check_init(self, process: "Process", init: SlotInit) -> None:
+        track, grammars = self.tracks[init.request_id], self.world.grammars
+        spec, where = track.spec, f"request {track.spec.number} choice {init.choice}"
+        if not spec.grammar:
+            if init.grammar_id or init.thinking:
+                raise Violation("G1", f"{where} starts under a grammar it did not ask for")
+            return
+        if (process.epoch, init.grammar_id) not in grammars.told:
+            raise Violation("G1", f"{where} starts before its grammar is there")
+        if grammars.texts[init.grammar_id] != spec.grammar or init.thinking != spec.thinking:
+            raise Violation("G1", f"{where} starts under another grammar, or armed otherwise")
+        if list(init.emitted) != track.expected[init.choice].ids[: init.n_emitted]:
+            raise Violation("G1", f"{where} starts without the ids it has emitted")
+
+    def answered(self, submit: Submit, reply: SubmitReply) -> None:
+        """G2: the same key gets the same verdict, until a higher attempt or attachment fences it."""
+        if reply.verdict in (Verdict.SUPERSEDED, Verdict.STALE_ATTACH):
+            return
+        key = (self.world.scheduler.epoch, submit.request_id, submit.attempt)
+        first = self._verdicts.setdefault(key, reply.verdict)
+        if reply.verdict is not first:
+            raise Violation("G2", f"attempt {submit.attempt} was answered {first.name}, now {reply.verdict.name}")
 
     def counted(self, process: "Process", effect: Count) -> None:
         self.counts[effect.name] = self.counts.get(effect.name, 0) + effect.amount
@@ -200,6 +235,8 @@ class Checker:
         where = f"request {spec.number} choice {effect.choice}"
         if track.ended[effect.choice] or track.silent:
             raise Violation("I1", f"{where} got ids after its end")
+        if spec.grammar in REFUSED:
+            raise Violation("G1", f"{where} got ids under a grammar that cannot work")
         if effect.base != have or not effect.ids:
             raise Violation("I1", f"{where} got ids at {effect.base}, it has {have}")
         end = have + len(effect.ids)
@@ -225,17 +262,29 @@ class Checker:
             if have != len(output.ids) or effect.reason is not output.finish:
                 raise Violation("I1", f"{where} ended by {effect.reason.name} with {have} of {len(output.ids)} ids")
             self.completed += 1
+            if spec.grammar:
+                self.counts["constrained_completed"] = self.counts.get("constrained_completed", 0) + 1
         elif effect.reason is FinishReason.ABORT:
             if spec.abort_ms < 0:
                 raise Violation("I2", f"{where} aborted by nobody")
         elif effect.error_code == "deadline":
             if self.world.now_ns < track.deadline_ns - 2 * MS or spec.deadline_ms >= LONG_DEADLINE_MS:
                 raise Violation("I12", f"{where} ended by deadline")
+        elif effect.error_code in ("grammar_failed", "sampling_fault", "bad_grammar"):
+            self._check_row_error(spec, effect)
         elif effect.error_code == "never_fits":
             if not self._never_fits(spec):
                 raise Violation("I2", f"{where} ended with never_fits: {effect.error_message}")
         elif effect.error_code != "request_poisoned" or self.world.faults_fired < 2:
             raise Violation("I2", f"{where} ended with {effect.error_code}: {effect.error_message}")
+
+    def _check_row_error(self, spec: RequestSpec, effect: Ended) -> None:
+        """A row that was made to fail, or a grammar service that cannot go on with what another revision began."""
+        made = (spec.request_id, effect.choice) in self.world.row_faults
+        upgraded = bool(spec.grammar) and self.world.grammars.revision > 1
+        bad = effect.error_code == "bad_grammar" and spec.grammar in REFUSED
+        if not (bad or upgraded or (made and effect.error_code != "bad_grammar")):
+            raise Violation("I2", f"request {spec.number} ended with {effect.error_code}: {effect.error_message}")
 
     def refused(self, spec: RequestSpec, effect: Refused) -> None:
         track, knobs = self.tracks[spec.request_id], self.world.scenario.knobs
@@ -246,10 +295,18 @@ class Checker:
             Verdict.NEVER_FITS: self._never_fits(spec),
             Verdict.QUEUE_FULL: knobs.queue_requests < 1000,
             Verdict.DRAINING: any(fault.kind == "bye" for fault in self.world.scenario.faults),
+            Verdict.BAD_GRAMMAR: spec.grammar in REFUSED and effect.place == PLACE,
+            Verdict.GRAMMAR_LATER: bool(spec.grammar) and self._grammar_trouble(),
             Verdict.NO_WORKER: self.world.faults_fired > 0 or self.world.now_ns < 300 * MS,
         }
         if not fair.get(effect.verdict, False):
             raise Violation("I2", f"request {spec.number} refused: {effect.verdict.name} {effect.message}")
+
+    def _grammar_trouble(self) -> bool:
+        """A grammar may be late: its service has faults, or compiles take about as long as requests wait."""
+        knobs = self.world.scenario.knobs
+        late = knobs.grammar_ms * 2 + 20 * knobs.delay_ms + 300 > knobs.grammar_wait_ms
+        return late or knobs.grammar_trouble > 0 or self.world.faults_fired > 0
 
     def _never_fits(self, spec: RequestSpec) -> bool:
         pages = -(-(len(spec.prompt) + spec.params.max_tokens - 1) // PAGE_TOKENS)
@@ -269,6 +326,17 @@ class Checker:
                 raise Violation("I12", f"request {track.spec.number} is open 1 s after its deadline")
             if world.now_ns > self._quiet_ns + HANG_MS * MS:
                 raise Violation("I12", f"request {track.spec.number} hangs: {track.have} ids, attempt {track.attempts}")
+
+    def verdicts_late(self) -> None:
+        """G2: a request that was never accepted has its verdict soon, whatever becomes of the grammar service."""
+        world = self.world
+        if not world.scheduler.alive or world.scheduler.frozen:
+            return
+        allowed = (world.scenario.knobs.grammar_wait_ms + 1_000) * MS
+        for held in world.held.values():
+            fresh = held.request.grammar is None or not held.request.grammar.grammar_rev
+            if fresh and world.now_ns > max(held.since_ns, world.scheduler.thawed_ns) + allowed:
+                raise Violation("G2", f"a Submit of attempt {held.request.attempt} is not answered")
 
     def cancelled(self) -> None:
         """P10, while nothing has gone wrong: a closed choice has left the scheduler within 250 ms and a few steps."""
@@ -301,6 +369,10 @@ class Checker:
         for name in ("requests", "rows", "queue"):
             if len(getattr(state, name)):
                 return f"scheduler.{name} is not empty"
+        if state.grammars.by_key or state.grammars.by_ticket or state.queue.held:
+            return "scheduler.grammars is not empty"
+        if world.held:
+            return "a Submit has no answer"
         for worker in state.workers.values():
             for name in ("inflight", "running", "preempting", "closing", "orphans", "retire_pages", "retire_tails"):
                 if getattr(worker, name):
@@ -314,6 +386,9 @@ class Checker:
             table, worker = process.core.table, state.workers[process.name]
             if table.slots or any(table._refs):
                 return f"{process.name} holds slots"
+            assert process.device is not None
+            if process.device.bound - process.device.freed:
+                return f"{process.name} has bound slots that it did not give up"
             pages, tails = _published(state, worker)
             if sorted(table.published) != pages or table.tails != tails:
                 return f"{process.name} has published other pages or tails than the scheduler knows"

@@ -5,12 +5,13 @@ into a published page. What is read decides the next token, see `reference`.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from meshkit.types import PAGE_TOKENS
 from tests.sim.reference import START_DIGEST, Sampler, fold, new_sampler
 from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import SlotTable
-from worker_svc.core.work import CopyWork, RowOutcome, RowWork, StepOutcome, StepWork, TailWork
+from worker_svc.core.work import CopyWork, Fault, RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
 
 RING = 192
 LAYERS = 2
@@ -56,24 +57,41 @@ class Place:
     ring: dict[int, int]
     tenant: str = ""
     exact_from: int = 0  # a replay is not exact before
+    grammar_id: bytes = b""
+    gen: int = 0
+    bound: int = 0  # boot of the grammar process that has its matcher
+
+
+class Grammarian(Protocol):
+    """What a worker sees of the grammar service."""
+
+    boot: int
+    alive: bool
+    texts: dict[bytes, str]
+
+    def binds(self, grammar_id: bytes) -> bool: ...
 
 
 class Device:
-    """One worker's pools. `park` decides which sampling rows are parked."""
+    """One worker's pools. Rows are parked as the caller says, and where a grammar's masks are not there."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SlotTable, grammars: Grammarian) -> None:
         self.table = table
+        self.grammars = grammars
+        self.bound: set[tuple[int, int]] = set()  # (slot, generation) of constrained slots that were started
+        self.freed: set[tuple[int, int]] = set()  # ... and of those given up
         self.pages = [Page() for _ in range(table.pools.pages * table.pools.ranks)]
         self.tails: list[tuple[int, int]] = [(0, -1)] * (table.pools.tails * table.pools.ranks)
         self.places: dict[int, Place] = {}
         self.resident = ResidentSlots()
 
-    def run(self, work: StepWork, parked: set[int], tenants: dict[int, str]) -> StepOutcome:
-        """Execute a step; rows whose index is in `parked` sample nothing. `tenants`: of the slots that start."""
+    def run(self, work: StepWork, parked: set[int], faulty: set[int], tenants: dict[int, str]) -> StepOutcome:
+        """Execute a step; rows whose index is in `parked` sample nothing, those in `faulty` never again.
+
+        `tenants`: of the slots that start.
+        """
         for init in work.inits:
-            sampler = new_sampler(init.seed, init.choice, init.params, init.emitted, init.prompt)
-            self.places[init.slot] = Place(sampler, {0: START_DIGEST}, tenants[init.slot])
-            self.resident.init(init)
+            self._init(init, tenants[init.slot])
         for copy in work.copies:
             self._copy(copy)
         for load in work.tail_loads:
@@ -89,9 +107,13 @@ class Device:
         for save in work.saves:
             start, end = spans.get(save.slot, (0, 0))
             self._save(save, start + 1, end)
-        outcomes = [RowOutcome(()) if row is None else self._sample(row, i in parked) for i, row in enumerate(rows)]
+        outcomes = [
+            RowOutcome(()) if row is None else self._sample(row, parked=i in parked, faulty=i in faulty)
+            for i, row in enumerate(rows)
+        ]
         for row, outcome in zip(rows, outcomes, strict=True):
-            if row is not None and (pos := self.resident.advance(row, outcome.tokens)):
+            failed = outcome.fault is not None
+            if row is not None and (pos := self.resident.advance(row, outcome.tokens, failed=failed)):
                 end = next(reversed(self.places[row.slot].ring))
                 self._save(TailWork(row.slot, pos, row.spare), end - RING + 128, end)
         return StepOutcome(rows=tuple(outcomes))
@@ -107,6 +129,25 @@ class Device:
         """A published tail must be the state at the end of its page."""
         if self.tails[tail][1] != self.pages[page].after[-1]:
             raise Violation("I5", f"published tail {tail} is not the state at the end of page {page}")
+
+    def _init(self, init: SlotInit, tenant: str) -> None:
+        text = self.grammars.texts[init.grammar_id] if init.grammar_id else ""
+        sampler = new_sampler(
+            init.seed, init.choice, init.params, init.emitted, init.prompt, text, thinking=init.thinking
+        )
+        place = Place(sampler, {0: START_DIGEST}, tenant, grammar_id=init.grammar_id, gen=init.slot_gen)
+        self.places[init.slot] = place
+        if init.grammar_id:
+            self.bound.add((init.slot, init.slot_gen))
+        self.resident.init(init)
+
+    def _masked(self, place: Place) -> bool:
+        """Whether this row's mask is there; a slot is bound anew at every process of the service."""
+        if not place.grammar_id:
+            return True
+        if place.bound != self.grammars.boot and self.grammars.binds(place.grammar_id):
+            place.bound = self.grammars.boot
+        return self.grammars.alive and place.bound == self.grammars.boot
 
     def _copy(self, copy: CopyWork) -> None:
         src, dst = self.places[copy.src], self.places[copy.dst]
@@ -190,9 +231,11 @@ class Device:
             raise Violation("I4", f"slot {save.slot} writes into published tail {save.tail}")
         self.tails[save.tail] = (save.pos, digest)
 
-    def _sample(self, row: RowWork, parked: bool) -> RowOutcome:
-        if not row.sample_last or parked:
-            return RowOutcome(())
+    def _sample(self, row: RowWork, *, parked: bool, faulty: bool) -> RowOutcome:
         place = self.places[row.slot]
+        if not row.sample_last or parked or not self._masked(place):
+            return RowOutcome(())
+        if faulty:
+            return RowOutcome((), (), Fault("grammar_failed" if place.grammar_id else "sampling_fault", "simulated"))
         token, logprobs = place.sampler.sample(place.ring[row.start + len(row.ids)], row.out_pos)
         return RowOutcome((token,), () if logprobs is None else (logprobs,))

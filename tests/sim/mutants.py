@@ -17,8 +17,11 @@ from gateway.journal.journal import Journal
 from gateway.journal.rows import RowTable
 from gateway.journal.timers import Alarm
 from meshkit import uplink
+from meshkit.frames import SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
-from scheduler_svc.core import admit, adopt, attach, book, finish, fork, room, seal, submit
+from scheduler_svc.core import admit, adopt, answers, attach, book, compiled, finish, fork, room, seal, submit
+from scheduler_svc.core import scheduler as scheduler_module
+from scheduler_svc.core.grammar import Grammar, Grammars
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.prefix import PrefixIndex
 from scheduler_svc.core.reuse import Prices
@@ -31,6 +34,7 @@ from worker_svc.core import plan as worker_plan
 from worker_svc.core import slots as worker_slots
 from worker_svc.core.dump import dump_frames
 from worker_svc.core.resident import ResidentSlots
+from worker_svc.core.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +296,71 @@ def _always_settled(original: Any) -> Any:
     return lambda seq: True
 
 
+def _pending_admitted(original: Any) -> Any:
+    def start(st: Any, seq: Any) -> None:
+        if seq.req.pending and not seq.emitted:
+            st.queue.add(seq)
+        else:
+            original(st, seq)
+
+    return start
+
+
+def _repeat_accepted(original: Any) -> Any:
+    def decide(st: Any, sub: Any, call: int) -> Any:
+        live = st.requests.get(sub.request_id)
+        if live is not None and live.attempt == sub.attempt and live.pending:
+            return SubmitReply(Verdict.ACCEPTED)
+        return original(st, sub, call)
+
+    return decide
+
+
+def _repeat_starts_over(original: Any) -> Any:
+    def wait(st: Any, req: Any, call: int) -> None:
+        req.calls = []
+        original(st, req, call)
+
+    return wait
+
+
+def _only_boot_noted(original: Any) -> Any:
+    def started(st: Any, boot: int) -> None:
+        st.grammars.boot = boot
+
+    return started
+
+
+def _text_not_in_key(original: Any) -> Any:
+    return property(lambda self: (self.tenant, self.kind, "", self.rev))
+
+
+def _source_of_any_text(original: Any) -> Any:
+    def of(self: Any, tenant: str, source: Any) -> Any:
+        found = self.by_key.get((tenant, source.kind, "", source.grammar_rev))
+        return found or original(self, tenant, source)
+
+    return of
+
+
+def _never_waited(original: Any) -> Any:
+    return lambda st, req: False
+
+
+def _thinking_not_sent(original: Any) -> Any:
+    return lambda seq: replace(original(seq), thinking=False)
+
+
+def _first_user_only(original: Any) -> Any:
+    def there(st: Any, grammar: Any, answer: Any) -> None:
+        users = grammar.users
+        grammar.users = dict(list(users.items())[:1])
+        original(st, grammar, answer)
+        grammar.users = users
+
+    return there
+
+
 # ---- worker ---------------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +426,14 @@ def _generations_restart(original: Any) -> Any:
     return lambda self: replace(original(self), max_gen=0)
 
 
+def _none_released(original: Any) -> Any:
+    def take(self: SlotTable) -> list[Any]:
+        original(self)
+        return []
+
+    return take
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("ids_after_cancel", ((Journal, "_client_gone", _cancel_keeps_entry),)),
     Mutant("seed_not_carried", ((journal_module, "build_submit", _seed_not_carried),)),
@@ -386,6 +463,19 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("deadline_ignored", ((Journal, "_alarm", _deadline_ignored), (finish, "end_request", _nothing))),
     Mutant("orphans_not_dropped", ((adopt, "drop_orphan", _nothing),)),
     Mutant("any_slot_adopted", ((adopt, "_missing_ids", _any_slot_adopted),)),
+    Mutant("pending_request_admitted", ((submit, "_start", _pending_admitted),)),
+    Mutant("repeat_while_pending_accepted", ((scheduler_module, "submit", _repeat_accepted),)),
+    Mutant("earlier_calls_forgotten", ((answers, "wait", _repeat_starts_over),)),
+    Mutant("cancel_while_pending_unanswered", ((answers, "cancelled", _nothing),)),
+    Mutant("late_grammar_waited_for", ((compiled, "_waited", _never_waited),)),
+    Mutant("thinking_not_sent", ((admit, "init", _thinking_not_sent), (fork, "init", _thinking_not_sent))),
+    Mutant("grammar_of_another_text", ((Grammar, "key", _text_not_in_key), (Grammars, "of", _source_of_any_text))),
+    Mutant("verdict_for_the_first_only", ((compiled, "_there", _first_user_only),)),
+    Mutant("failed_row_not_booked", ((book, "_fail_row", _nothing),)),
+    Mutant(
+        "grammars_of_a_dead_process",
+        ((compiled, "service_started", _only_boot_noted), (book, "refresh", _nothing), (admit, "refresh", _nothing)),
+    ),
     Mutant("failed_step_keeps_slots", ((worker_slots, "touched_slots", _touched_kept),)),
     Mutant("tail_refresh_forgotten", ((ResidentSlots, "advance", _refresh_forgotten),)),
     Mutant("generations_restart", ((worker_slots.SlotMachine, "_hello", _generations_restart),)),
@@ -394,6 +484,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("stop_ids_ignored", ((worker_plan, "_stops", _stop_ids_ignored),)),
     Mutant("dump_before_held_frames", ((worker_slots.SlotMachine, "_advance", _dump_before_held_frames),)),
     Mutant("spare_saved_a_page_early", ((worker_plan, "_chunk_row", _spare_saved_early),)),
+    Mutant("grammar_session_kept", ((SlotTable, "take_released", _none_released),)),
     Mutant("one_token_too_many", ((worker_book, "_ends", _one_too_many),)),
 )
 

@@ -1,7 +1,8 @@
 """The hash model: what a request's output must be, as a pure function of seed, choice, position and all earlier ids.
 
 Any wrong context, seed, choice or output position changes every later token, so errors show at once. Penalised rows
-also depend on the counted history, rows with logprobs on exact values.
+also depend on the counted history, rows with logprobs on exact values, constrained rows on their grammar's text and on
+all ids emitted since it armed: what a matcher rebuilt by replay would know.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,8 @@ _PRIME = (1 << 61) - 1
 _BASE = 0x1B873593_9E3779B9
 _M64 = (1 << 64) - 1
 START_DIGEST = 0x5EED
+THINK_END = 2  # a constrained output that begins in thinking is free up to this id
+_UNARMED = -1
 
 
 def fold(digest: int, ids: Iterable[int]) -> int:
@@ -45,15 +48,20 @@ class Sampler:
     params: SamplingParams
     history: int = 0  # digest of emitted ids, if a penalty reads them
     prompt: int = 0  # digest of the prompt, if a penalty reads it
+    grammar: str = ""  # text of the grammar, empty: unconstrained
+    matcher: int = 0  # digest of the grammar and of the ids it has taken
 
     def sample(self, digest: int, out_pos: int) -> tuple[int, TokenLogprobs | None]:
         """Token at this output position, given the digest of everything before it."""
         params = self.params
         bits = mix(self.seed, self.choice, out_pos, digest, self.history, self.prompt)
+        if self.grammar and self.matcher != _UNARMED:
+            bits = mix(bits, self.matcher)
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, EOS)
         token = EOS if (bits >> 40) % 48 == 0 else 2 + bits % (VOCAB - 2)
         while out_pos < params.min_tokens and token in stops:
             token = 2 + (token + 1) % (VOCAB - 2)
+        self.take(token)
         if params.reads_output:
             self.history = fold(self.history, (token,))
         if params.top_logprobs < 0:
@@ -62,13 +70,32 @@ class Sampler:
         values = tuple(-((bits >> i) % 4096) / 256 for i in range(1 + params.top_logprobs))
         return token, TokenLogprobs((token, *others), values)
 
+    def take(self, token: int) -> None:
+        """The matcher takes an emitted id."""
+        if self.grammar and self.matcher != _UNARMED:
+            self.matcher = fold(self.matcher, (token,))
+        elif self.grammar and token == THINK_END:
+            self.matcher = fold(7, self.grammar.encode())
+
 
 def new_sampler(
-    seed: int, choice: int, params: SamplingParams, emitted: Iterable[int], prompt: Iterable[int]
+    seed: int,
+    choice: int,
+    params: SamplingParams,
+    emitted: Iterable[int],
+    prompt: Iterable[int],
+    grammar: str = "",
+    *,
+    thinking: bool = False,
 ) -> Sampler:
-    """As the executor builds it from slot_init: history and prompt only if a penalty reads them."""
+    """As the executor builds it from slot_init: history and prompt only if a penalty reads them, matcher by replay."""
+    emitted = list(emitted)
     history = fold(3, emitted) if params.reads_output else 0
-    return Sampler(seed, choice, params, history, fold(5, prompt) if params.reads_prompt else 0)
+    sampler = Sampler(seed, choice, params, history, fold(5, prompt) if params.reads_prompt else 0, grammar)
+    sampler.matcher = _UNARMED if thinking else fold(7, grammar.encode())
+    for token in emitted if grammar else ():
+        sampler.take(token)
+    return sampler
 
 
 @dataclass(slots=True)
@@ -80,11 +107,13 @@ class Expected:
     finish: FinishReason = FinishReason.LENGTH
 
 
-def expected_output(prompt: list[int], seed: int, choice: int, params: SamplingParams) -> Expected:
+def expected_output(
+    prompt: list[int], seed: int, choice: int, params: SamplingParams, grammar: str = "", *, thinking: bool = False
+) -> Expected:
     """Run the model undisturbed."""
     result = Expected()
     digest = fold(START_DIGEST, prompt)
-    sampler = new_sampler(seed, choice, params, (), prompt)
+    sampler = new_sampler(seed, choice, params, (), prompt, grammar, thinking=thinking)
     stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, EOS)
     while len(result.ids) < params.max_tokens:
         token, logprobs = sampler.sample(digest, len(result.ids))

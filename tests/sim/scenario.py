@@ -44,6 +44,12 @@ class Knobs:
     scan: int = 64
     policy: PolicyName = "fcfs"
     conservativeness: float = 0.0
+    grammar_ms: float = 2.0  # of a compile
+    grammar_cache: int = 100  # compiled grammars the service keeps
+    grammar_trouble: float = 0.0  # chance that a compile breaks or is refused as too many
+    grammar_upgrades: bool = False  # the service comes back under another revision
+    grammar_wait_ms: int = 20_000
+    row_fault: float = 0.0  # chance that a sampling row fails for good
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +69,8 @@ class RequestSpec:
     cancel_after: int = -1
     stop_after: int = -1
     abort_ms: float = -1.0
+    grammar: str = ""  # text of its constraint, empty: none
+    thinking: bool = False
 
     @property
     def request_id(self) -> bytes:
@@ -107,7 +115,28 @@ def draw(seed: int) -> Scenario:
         if requests and workload.random() < 0.2:
             _go_on(request, workload.choice(requests), workload)
         requests.append(request)
-    return Scenario(seed=seed, knobs=knobs, requests=requests, faults=_faults(generator(seed, "faults")))
+    faults = _faults(generator(seed, "faults"))
+    return _constrained(Scenario(seed=seed, knobs=knobs, requests=requests, faults=faults))
+
+
+def _constrained(scenario: Scenario) -> Scenario:
+    """Half of all scenarios have a grammar service in use; it draws from generators of its own."""
+    rng, knobs = generator(scenario.seed, "grammars"), scenario.knobs
+    if rng.random() < 0.5:
+        return scenario
+    knobs.grammar_ms = rng.choice((1.0, 1.0, 20.0, 300.0))
+    knobs.grammar_cache = rng.choice((1, 2, 100))
+    knobs.grammar_trouble = rng.choice((0.0, 0.0, 0.0, 0.2))
+    knobs.grammar_upgrades = rng.random() < 0.1
+    knobs.grammar_wait_ms = rng.choice((400, 3_000, 20_000))
+    knobs.row_fault = rng.choice((0.0, 0.0, 0.0, 0.01))
+    for request in scenario.requests:
+        if rng.random() < 0.6:
+            request.grammar = rng.choice(GRAMMARS)
+            request.thinking = rng.random() < 0.2
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
+        scenario.faults.append(_fault(rng, rng.choice(GRAMMAR_KINDS)))
+    return scenario
 
 
 def _knobs(rng: Random) -> Knobs:
@@ -162,7 +191,7 @@ def _request(number: int, knobs: Knobs, shared: list[list[int]], window: int, rn
 
 def _go_on(request: RequestSpec, before: RequestSpec, rng: Random) -> None:
     """The next turn of an earlier request: its prompt, its answer and a few ids more, some time later."""
-    answer = expected_output(before.prompt, before.seed, 0, before.params).ids
+    answer = expected_output(before.prompt, before.seed, 0, before.params).ids  # as if without a constraint
     prompt = before.prompt + answer + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 30))]
     if len(prompt) < 4 * PAGE_TOKENS:
         request.prompt, request.tenant = prompt, before.tenant
@@ -198,6 +227,8 @@ def _params(rng: Random) -> SamplingParams:
     )
 
 
+GRAMMARS = ("a", "a", "b", "c", "d", "bad", "big")
+GRAMMAR_KINDS = ("grammar_crash", "grammar_crash", "grammar_slow", "compile_lost", "compile_reply_lost")
 KINDS = ("break", "half_open", "stall", "crash", "bye", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
 
 
@@ -209,5 +240,5 @@ def _faults(rng: Random) -> list[Fault]:
 
 def _fault(rng: Random, kind: str) -> Fault:
     """Faults of calls come while requests arrive, the others at any time."""
-    last_ms = 300 if kind.startswith(("call", "reply")) else 1800
+    last_ms = 300 if kind.startswith(("call", "reply", "compile")) else 1800
     return Fault(kind=kind, at_ms=rng.uniform(50, last_ms), target=rng.randrange(100), a=rng.random(), b=rng.random())

@@ -53,6 +53,9 @@ def test_invariants_hold():
         "gateways_lost",
         "step_errors",
         "stale_conn",
+        "constrained_completed",
+        "grammars_later",
+        "rows_failed",
     ):
         assert tally.counts[name], f"{name} never happened: the seeds have lost their bite"
 

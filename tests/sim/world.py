@@ -20,16 +20,17 @@ from gateway.journal.journal import Journal, JournalConfig
 from meshkit.core import Call, Called, Close, Closed, Count, Dial, Opened, Received, Replied, Reply, Send, Tick, WakeAt
 from meshkit.frames import Bye, Envelope, Submit, SubmitReply
 from meshkit.pages import page_keys
-from meshkit.types import ModelInfo, RequestId
+from meshkit.types import GrammarKind, GrammarSource, ModelInfo, RequestId
 from meshkit.wire import Link, decode_submit, decode_submit_reply, dumps, encode_submit, encode_submit_reply, loads
 from scheduler_svc.core.config import SchedulerLimits
-from scheduler_svc.core.events import Drain, Drained
+from scheduler_svc.core.events import Compile, Drain, Drained
 from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
 from tests.sim.device import LAYERS, Device, Violation
+from tests.sim.grammar import GrammarService
 from tests.sim.reference import EOS, KV_LAYOUT, MODEL_REVISION, VOCAB, namespace
 from tests.sim.scenario import Fault, RequestSpec, Scenario, generator
-from worker_svc.core.effects import Ran, Run
+from worker_svc.core.effects import Freed, Ran, Run
 from worker_svc.core.slots import SlotMachine, SlotMachineConfig
 from worker_svc.core.table import PoolConfig
 
@@ -61,6 +62,15 @@ class Stream:
     closed: list[bool] = field(default_factory=lambda: [False, False])  # that end has been told
     dead: bool = False  # half open: nothing arrives any more
     opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A Submit at the scheduler."""
+
+    request: Submit
+    since_ns: int
+    answer: Callable[[SubmitReply | None], None]
 
 
 class Process:
@@ -99,6 +109,8 @@ class Process:
         boot = world.rng_ids.getrandbits(63) + 1
         if self.kind == "scheduler":
             self.core = Scheduler(_limits(knobs), world.rng_ids, boot)
+            if world.grammars.alive:
+                world.grammars.watched()
         elif self.kind == "worker":
             pools = PoolConfig(
                 slots=knobs.slots,
@@ -111,7 +123,7 @@ class Process:
                 group=self.name, boot=boot, build="sim", model=MODEL, pools=pools, park_ns=knobs.park_ms * MS
             )
             self.core = SlotMachine(config, world.rng_network)
-            self.device = Device(self.core.table)
+            self.device = Device(self.core.table, world.grammars)
             self.device_free_ns, self.failed_era = 0, -1
             self.seen_pages = {}
         else:
@@ -153,6 +165,9 @@ def _limits(knobs: Any) -> SchedulerLimits:
         scan=knobs.scan,
         policy=knobs.policy,
         conservativeness=knobs.conservativeness,
+        grammar=True,
+        compile_ms=2_000,
+        grammar_wait_ms=knobs.grammar_wait_ms,
     )
 
 
@@ -170,13 +185,16 @@ class World:
         self.rng_network = generator(scenario.seed, "network")
         self.rng_ids = generator(scenario.seed, "ids")
         self.rng_device = generator(scenario.seed, "device")
+        self.rng_grammar = generator(scenario.seed, "grammar service")
         self.checker = Checker(self)
         knobs = scenario.knobs
         self.scheduler = Process(self, "scheduler", 0)
         self.gateways = [Process(self, "gateway", i) for i in range(knobs.gateways)]
         self.workers = [Process(self, "worker", i) for i in range(knobs.workers)]
         self.processes = [self.scheduler, *self.gateways, *self.workers]
-        self._answers: dict[int, Callable[[SubmitReply | None], None]] = {}  # calls the scheduler holds
+        self.grammars = GrammarService(self)
+        self.row_faults: set[tuple[bytes, int]] = set()  # (request, choice) whose row was made to fail
+        self.held: dict[int, Held] = {}  # calls that the scheduler has not answered
         self._call_count = 0
         self._call_faults: deque[str] = deque()
         self.faults_open = 0  # faults whose effect is not over yet
@@ -196,6 +214,7 @@ class World:
         """Until every request has ended, all faults are over and the mesh is back at its baseline. Raises Violation."""
         for process in self.processes:
             process.start()
+        self.grammars.start()
         for request in self.scenario.requests:
             self.after(request.at_ms, partial(self._arrive, request))
         self.faults_open = len(self.scenario.faults)
@@ -211,6 +230,7 @@ class World:
             check_ns = self.now_ns + 100 * MS
             self.checker.overdue()
             self.checker.cancelled()
+            self.checker.verdicts_late()
             if self.faults_open or not self.checker.all_ended():
                 quiet_since = -1
                 continue
@@ -264,6 +284,11 @@ class World:
             self.checker.counted(process, effect)
         elif isinstance(effect, Run):
             self._run(process, effect)
+        elif isinstance(effect, Freed):
+            assert process.device is not None
+            process.device.freed.add((effect.slot, effect.slot_gen))
+        elif isinstance(effect, Compile):
+            self.grammars.call(effect)
         elif isinstance(effect, (Emit, Ended, Refused)):
             self._client(process, effect)
         elif isinstance(effect, Dial):
@@ -290,6 +315,8 @@ class World:
         fails = bool(knobs.step_error) and rng.random() < knobs.step_error
         self.faults_fired += fails
         slots = process.core.table.slots
+        faulty = {i for i in range(len(work.rows)) if knobs.row_fault and self.rng_grammar.random() < knobs.row_fault}
+        self.row_faults |= {(s.request_id, s.choice) for i in faulty if (s := slots.get(work.rows[i].slot))}
         tenants = {init.slot: self.names[slots[init.slot].request_id].tenant for init in work.inits}
         process.device_free_ns = max(self.now_ns, process.device_free_ns) + int(duration * MS)
 
@@ -301,7 +328,7 @@ class World:
                 process.failed_era = effect.era
                 process.deliver(Ran(None, "simulated"))
             else:
-                process.deliver(Ran(process.device.run(work, parked, tenants)))
+                process.deliver(Ran(process.device.run(work, parked, faulty, tenants)))
 
         self.at(process.device_free_ns, done)
 
@@ -349,6 +376,7 @@ class World:
         if stream is None:
             return  # the stream has ended under the core: its Closed is on the way
         side = stream.ends.index(process)
+        self.checker.sent(process, effect.envelope.frame)
         data = dumps(effect.envelope, stream.link[side])
         self.frames += 1
 
@@ -426,15 +454,16 @@ class World:
             return
         self._call_count += 1
         number = self._call_count
-        self._answers[number] = (lambda reply: None) if lost else answer
         request: Submit = decode_submit(scheduler_pb2.SubmitRequest.FromString(data))
+        self.held[number] = Held(request, self.now_ns, (lambda reply: None) if lost else answer)
         scheduler.deliver(Called(number, request))
 
     def _reply(self, effect: Reply) -> None:
-        answer = self._answers.pop(effect.call)
+        held = self.held.pop(effect.call)
+        self.checker.answered(held.request, effect.reply)
         data = encode_submit_reply(effect.reply).SerializeToString()
         reply = decode_submit_reply(scheduler_pb2.SubmitReply.FromString(data))
-        self.at(self.now_ns + self._delay_ns(), lambda: answer(reply))
+        self.at(self.now_ns + self._delay_ns(), lambda: held.answer(reply))
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -455,6 +484,9 @@ class World:
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             namespace=namespace(request.tenant),
+            grammar=GrammarSource(kind=GrammarKind.EBNF, text=request.grammar, thinking=request.thinking)
+            if request.grammar
+            else None,
         )
         self.checker.arrived(request, gateway)
         gateway.deliver(start)
@@ -501,6 +533,11 @@ class World:
         self.log(f"== fault {fault.kind} on {process.name} a={fault.a:.2f} b={fault.b:.2f}")
         if fault.kind in ("call_lost", "call_twice", "reply_lost"):
             self._call_faults.append(fault.kind)
+        elif fault.kind in ("compile_lost", "compile_reply_lost"):
+            self.grammars.lost.append(fault.kind)
+        elif fault.kind.startswith("grammar"):
+            self._fault_of_grammars(fault)
+            return
         elif not process.alive:
             pass
         elif fault.kind in ("break", "half_open", "stall"):
@@ -519,6 +556,20 @@ class World:
             process.slow = 10.0
             self.after(200 + fault.a * 2000, lambda: self._end_slow(process))
             return
+        self.faults_open -= 1
+
+    def _fault_of_grammars(self, fault: Fault) -> None:
+        grammars = self.grammars
+        if fault.kind == "grammar_slow":
+            grammars.slow = 30.0
+            self.after(200 + fault.a * 2000, self._end_slow_grammars)
+            return
+        if grammars.alive:
+            grammars.crash(5 + fault.a * 2500)
+        self.faults_open -= 1
+
+    def _end_slow_grammars(self) -> None:
+        self.grammars.slow = 1.0
         self.faults_open -= 1
 
     def _end_slow(self, process: Process) -> None:
@@ -557,9 +608,9 @@ class World:
             self._cut(stream, (notice, notice))
         process.streams = {}
         if process is self.scheduler:
-            answers, self._answers = self._answers, {}
-            for answer in answers.values():
-                self.after(self.rng_network.uniform(0, 5), partial(answer, None))
+            calls, self.held = self.held, {}
+            for held in calls.values():
+                self.after(self.rng_network.uniform(0, 5), partial(held.answer, None))
 
         def restart() -> None:
             self.faults_open -= 1

@@ -1,0 +1,137 @@
+"""The grammar service under simulation: compiles by their texts, an LRU of a few entries, and the faults of a service.
+
+It dies and comes back as another process, sometimes under another revision; calls and answers are lost, compiles are
+slow or break. What it says of a text is fixed: `bad` never compiles, `big` is too large, all others do.
+"""
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.events import Compile, CompileAnswer, Compiled, GrammarStarted, Outcome
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+REFUSED = {"bad": Outcome.INVALID, "big": Outcome.TOO_LARGE}
+PLACE = "/properties/x"
+_TROUBLE = (Outcome.BUSY, Outcome.BUSY, Outcome.TIMEOUT, Outcome.CRASHED)
+MS = 1_000_000
+
+
+class GrammarService:
+    """One actor. It has no core of ours: what the scheduler and the workers see of it is all there is."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.rng = world.rng_grammar
+        self.alive = False
+        self.epoch = 0
+        self.boot = 0
+        self.revision = 1
+        self.slow = 1.0
+        self.compiled: OrderedDict[bytes, str] = OrderedDict()
+        self.texts: dict[bytes, str] = {}
+        self.lost: deque[str] = deque()  # faults of calls to come
+        self.told: set[tuple[int, bytes]] = set()  # (epoch of the scheduler, id): what a scheduler may name
+
+    def start(self) -> None:
+        """A fresh process with nothing compiled; the scheduler's Watch finds it after a while."""
+        self.epoch += 1
+        self.alive = True
+        self.boot = self.rng.getrandbits(63) + 1
+        self.compiled.clear()
+        self.watched()
+
+    def watched(self) -> None:
+        """The scheduler opens its Watch stream, after a pause."""
+        scheduler, epoch, mine = self.world.scheduler, self.world.scheduler.epoch, self.epoch
+        event = GrammarStarted(self.boot)
+
+        def tell() -> None:
+            if scheduler.epoch == epoch and self.epoch == mine and self.alive:
+                scheduler.deliver(event)
+
+        self.world.after(self.rng.choice((0.5, 5, 300, 1200)), tell)
+
+    def crash(self, down_ms: float) -> None:
+        """kill -9, and another process after `down_ms`."""
+        world = self.world
+        self.alive, self.epoch = False, self.epoch + 1
+        if world.scenario.knobs.grammar_upgrades:
+            self.revision += 1
+        world.faults_open += 1
+
+        def restart() -> None:
+            world.faults_open -= 1
+            self.start()
+
+        world.after(down_ms, restart)
+
+    # ---- what a scheduler sees --------------------------------------------------------------------------------------
+
+    def call(self, effect: Compile) -> None:
+        """A Compile call: it runs here once, or not at all, and ends for its caller exactly once."""
+        world, scheduler, epoch = self.world, self.world.scheduler, self.world.scheduler.epoch
+        done = [False]
+
+        def end(answer: CompileAnswer | None) -> None:
+            if not done[0] and scheduler.epoch == epoch:
+                done[0] = True
+                if answer is not None and answer.outcome is Outcome.OK:
+                    self.told.add((epoch, answer.grammar_id))
+                scheduler.deliver(Compiled(effect.ticket, answer))
+
+        fault = self.lost.popleft() if self.lost else ""
+        world.after(effect.timeout_ms, partial(end, None))
+        if fault == "compile_lost":
+            return
+        delay = self.rng.expovariate(1 / world.scenario.knobs.delay_ms)
+        reply_lost = fault == "compile_reply_lost"
+        world.after(delay, lambda: self._run(effect, (lambda answer: None) if reply_lost else end))
+
+    def _run(self, effect: Compile, end: Callable[[CompileAnswer | None], None]) -> None:
+        world, knobs, epoch = self.world, self.world.scenario.knobs, self.epoch
+        if not self.alive:
+            world.after(0.2, partial(end, None))
+            return
+        cached = self._id(effect) in self.compiled
+        took = 0.1 if cached else knobs.grammar_ms * self.slow * self.rng.uniform(0.5, 2)
+        trouble = not cached and self.rng.random() < knobs.grammar_trouble
+
+        def finish() -> None:
+            if self.epoch != epoch:
+                end(None)  # it died meanwhile
+                return
+            if trouble:
+                answer = CompileAnswer(self.rng.choice(_TROUBLE), retry_after_ms=200)
+            else:
+                answer = self._answer(effect)
+            world.after(self.rng.expovariate(1 / knobs.delay_ms), partial(end, answer))
+
+        world.after(took, finish)
+
+    def _answer(self, effect: Compile) -> CompileAnswer:
+        mine = f"rev{self.revision}"
+        if effect.grammar_rev not in ("", mine):
+            return CompileAnswer(Outcome.INVALID, message="another revision", place="grammar_rev")
+        if effect.text in REFUSED:
+            return CompileAnswer(REFUSED[effect.text], message="it cannot work", place=PLACE)
+        grammar_id = self._id(effect)
+        self.compiled[grammar_id] = self.texts[grammar_id] = effect.text
+        self.compiled.move_to_end(grammar_id)
+        while len(self.compiled) > self.world.scenario.knobs.grammar_cache:
+            self.compiled.popitem(last=False)
+        return CompileAnswer(Outcome.OK, grammar_id, mine)
+
+    def _id(self, effect: Compile) -> bytes:
+        named = f"{int(effect.kind)} {effect.text} rev{self.revision}"
+        return hashlib.blake2b(named.encode(), digest_size=16).digest()
+
+    # ---- what a worker sees -----------------------------------------------------------------------------------------
+
+    def binds(self, grammar_id: bytes) -> bool:
+        """Whether a slot gets its masks now: the process lives and has that grammar; now and then it is late."""
+        return self.alive and grammar_id in self.compiled and self.rng.random() < 0.8
