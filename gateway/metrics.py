@@ -140,6 +140,8 @@ class GatewayMetrics(Collector):
             gauge.add_metric([self._model, "0"], value)
             yield gauge
             yield self._gauge(f"sglang:{sglang}", text, value)
+        waiting = "Requests that wait for their grammar to be compiled"
+        yield self._gauge("sglang:num_grammar_queue_reqs", waiting, status.grammar_queue)
         yield self._vllm_counter("num_preemptions", "Requests preempted", status.preemptions)
         yield self._sglang_counter("num_retracted_requests", "Requests preempted", status.preemptions)
         yield self._gauge("v4mesh_pages_total", "KV pages", status.pages_total)

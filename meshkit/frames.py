@@ -167,6 +167,7 @@ class SchedulerStatus:
     workers: int = 0
     preemptions: int = 0
     retry_after_ms: int = 0
+    grammar_queue: int = 0
 
 
 class RowError(NamedTuple):

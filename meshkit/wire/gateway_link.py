@@ -133,6 +133,7 @@ def put_status(status: SchedulerStatus) -> pb.SchedulerStatus:
         workers=status.workers,
         preemptions=status.preemptions,
         retry_after_ms=status.retry_after_ms,
+        grammar_queue=status.grammar_queue,
     )
 
 
@@ -150,6 +151,7 @@ def get_status(message: pb.SchedulerStatus) -> SchedulerStatus:
         workers=message.workers,
         preemptions=message.preemptions,
         retry_after_ms=message.retry_after_ms,
+        grammar_queue=message.grammar_queue,
     )
 
 

@@ -295,6 +295,7 @@ class State:
             workers=len(self.workers),
             preemptions=self.counters.get("preemptions", 0),
             retry_after_ms=self.retry_after_ms() if len(self.queue) else 0,
+            grammar_queue=self.grammars.pending,
         )
 
 

@@ -380,6 +380,7 @@ class SchedulerStatus(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_QUEUE_FIELD_NUMBER: _builtins.int
     ready: _builtins.bool
     """a worker is attached and serving"""
     draining: _builtins.bool
@@ -393,6 +394,8 @@ class SchedulerStatus(_message.Message):
     preemptions: _builtins.int
     """since boot"""
     retry_after_ms: _builtins.int
+    grammar_queue: _builtins.int
+    """requests that wait for their grammar; their choices are counted in `waiting`"""
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """absent until a worker has attached once"""
@@ -412,10 +415,11 @@ class SchedulerStatus(_message.Message):
         workers: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         retry_after_ms: _builtins.int = ...,
+        grammar_queue: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "model", b"model", "pages_free", b"pages_free", "pages_total", b"pages_total", "preemptions", b"preemptions", "ready", b"ready", "retry_after_ms", b"retry_after_ms", "running", b"running", "slots_free", b"slots_free", "slots_total", b"slots_total", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "grammar_queue", b"grammar_queue", "model", b"model", "pages_free", b"pages_free", "pages_total", b"pages_total", "preemptions", b"preemptions", "ready", b"ready", "retry_after_ms", b"retry_after_ms", "running", b"running", "slots_free", b"slots_free", "slots_total", b"slots_total", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
