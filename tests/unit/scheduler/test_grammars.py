@@ -45,7 +45,9 @@ def test_a_pending_request_waits_without_a_slot_and_runs_under_its_grammar():
     m.expect(plain)
     assert replied(m, j) is None and not j.streams[0].ids
     (seq,) = m.core.state.requests[j.request_id].choices
-    assert seq.phase is Phase.PENDING and m.core.load()["grammar_queue"] == 1 and (m.core.status().waiting, m.core.status().grammar_queue) == (1, 1)
+    status = m.core.status()
+    assert seq.phase is Phase.PENDING and m.core.load()["grammar_queue"] == 1
+    assert (status.waiting, status.grammar_queue) == (1, 1)
     accept(m, j)
     assert replied(m, j).grammar_rev == "rev1"
     m.run()
