@@ -77,8 +77,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
 
 def coverage() -> dict[str, float | int | str]:
     """Every case of the table: enforced (accepts what is valid, rejects what is not), refused, or neither."""
-    info = compiler.tokenizer_info(read_vocabulary(NANO))
-    made = compiler.compiler(info)
+    vocabulary = read_vocabulary(NANO)
+    made = compiler.compiler(compiler.tokenizer_info(vocabulary), vocabulary)
     counts = {"enforced": 0, "refused": 0, "wrong": 0}
     print(f"{'keyword':24}{'verdict':10} place or detail")
     for name, schema, good, bad in cases.KEYWORDS:
@@ -318,7 +318,7 @@ def engine_cost(grammars: Grammars, vocabulary: Vocabulary, rounds: int) -> dict
 def walks(vocabulary: Vocabulary, label: str, each: int) -> dict[str, float | int | str]:
     """Random walks through schemas, expressions and grammars; the finished ones are judged."""
     info = compiler.tokenizer_info(vocabulary)
-    made = compiler.compiler(info)
+    made = compiler.compiler(info, vocabulary)
     spelled = info.decoded_vocab
     closing = [token for token, text in enumerate(spelled) if text in CLOSERS]
     rng = random.Random(SEED)

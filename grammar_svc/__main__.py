@@ -2,42 +2,110 @@
 
 import asyncio
 import functools
+import logging
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from grammar_svc.config import GrammarConfig
+from grammar_svc.standby import Place, until_free, until_served, until_signalled, until_taken
+from meshkit.address import parse_address
 from meshkit.build import build_id
 from meshkit.command import service_main
 from meshkit.config import Loaded
+from meshkit.exit_codes import Exit
 from meshkit.health import Health
-from meshkit.obs import Metrics, setup_logging
+from meshkit.obs import Metrics, kv, setup_logging
 from meshkit.server import Serving, run, serve
+
+if TYPE_CHECKING:
+    from grammar_svc.children import Children
+    from grammar_svc.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What takes seconds to have: a standby has it before it serves."""
+
+    vocabulary: "Vocabulary"
+    info: Any  # Any: the compiler's own, which this module does not import
+    children: "Children"
+
+
+def _prepare(config: GrammarConfig) -> _Parts:
+    # Slow to import (the compiler loads torch): after flags and config have been found good.
+    from grammar_svc import compiler
+    from grammar_svc.children import Children
+    from grammar_svc.vocabulary import read_vocabulary
+
+    vocabulary = read_vocabulary(Path(config.model), vocab_size=config.vocab_size)
+    children = Children(
+        Path(config.model),
+        config.child_limits(),
+        vocab_size=vocabulary.size,
+        eos_ids=vocabulary.eos_ids,
+        whitespace=config.json_whitespace,
+    )
+    return _Parts(vocabulary, compiler.tokenizer_info(vocabulary), children)
 
 
 async def _serve(config: GrammarConfig) -> int:
-    # Slow to import (the compiler loads torch): after flags and config have been found good.
+    """Serve, or stand by for the process that serves here and take over when it ends."""
+    address = parse_address(config.listen)
+    place = Place(address.path) if address.path else None
+    if place is None or place.take():
+        return await _work(config, _prepare(config), place)
+    async with until_signalled() as signalled:
+        log.info("standing by", extra=kv(address=str(address)))
+        standing = asyncio.create_task(_stand_by(config, place))
+        await asyncio.wait((standing, signalled), return_when=asyncio.FIRST_COMPLETED)
+        if not standing.done():
+            standing.cancel()
+            await asyncio.gather(standing, return_exceptions=True)
+            return int(Exit.INTERRUPTED if signalled.result() is signal.SIGINT else Exit.OK)
+    parts = standing.result()
+    log.info("taking over", extra=kv(address=str(address)))
+    await until_free(address)
+    return await _work(config, parts, place)
+
+
+async def _stand_by(config: GrammarConfig, place: Place) -> _Parts:
+    if await until_served(place):
+        return _prepare(config)
+    parts = _prepare(config)
+    try:
+        await parts.children.start(1)
+        log.info("warm")
+        await until_taken(place)
+    except BaseException:
+        await parts.children.stop()
+        raise
+    return parts
+
+
+async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> int:
     from grammar_svc import compiler
     from grammar_svc.attach import Attachments, Host
-    from grammar_svc.children import Children
     from grammar_svc.engine import Facts
     from grammar_svc.grammars import Grammars
     from grammar_svc.ring import remove_stale
     from grammar_svc.servicer import NAME, GrammarServicer
-    from grammar_svc.vocabulary import read_vocabulary
 
     health, metrics = Health(), Metrics()
     metrics.listen(config.metrics_port)
-    model, ring_dir = Path(config.model), Path(config.ring_dir)
+    ring_dir = Path(config.ring_dir)
     remove_stale(ring_dir)
-    vocabulary = read_vocabulary(model, vocab_size=config.vocab_size)
-    children = Children(model, config.child_limits(), vocab_size=vocabulary.size, eos_ids=vocabulary.eos_ids)
-    info = compiler.tokenizer_info(vocabulary)
+    vocabulary, children = parts.vocabulary, parts.children
     grammars = Grammars(
         children,
-        functools.partial(compiler.load, info=info),
-        compiler.revision(vocabulary),
+        functools.partial(compiler.load, info=parts.info),
+        compiler.revision(vocabulary, config.json_whitespace),
         max_bytes=config.cache_bytes,
         max_queued=config.queue,
         max_queued_tenant=config.queue_tenant,
@@ -72,6 +140,8 @@ async def _serve(config: GrammarConfig) -> int:
     async def work() -> None:
         await children.start()
         await health.set_ready(True)
+        if place is not None:
+            place.announce()
         sizes = metrics.gauge("v4mesh_grammar_cache_bytes", "Bytes of compiled grammars kept")
         while True:
             sizes.put(grammars.bytes)
@@ -89,6 +159,8 @@ async def _serve(config: GrammarConfig) -> int:
     finally:
         await grammars.stop()
         await children.stop()
+        if place is not None:
+            place.leave()
 
 
 def _start(loaded: Loaded[GrammarConfig]) -> int:

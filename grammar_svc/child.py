@@ -47,10 +47,10 @@ def main() -> int:
     from meshkit.types import GrammarKind
 
     vocabulary = read_vocabulary(Path(setup["model"]), vocab_size=setup["vocab_size"], eos_ids=tuple(setup["eos_ids"]))
-    made = compiler.compiler(compiler.tokenizer_info(vocabulary))
+    made = compiler.compiler(compiler.tokenizer_info(vocabulary), vocabulary, setup["whitespace"])
     compiler.compile_source(made, Source(GrammarKind.JSON_OBJECT, ""))  # tables that the first compile builds
     _limit(setup["memory_bytes"])
-    _send(out, pack({"ready": True, "grammar_rev": compiler.revision(vocabulary)}))
+    _send(out, pack({"ready": True, "grammar_rev": compiler.revision(vocabulary, setup["whitespace"])}))
     while (message := read(sys.stdin.buffer)) is not None:
         header, body = message
         _limit_cpu(header["cpu_s"])

@@ -76,12 +76,21 @@ class _Child:
 class Children:
     """`await start()` first; `compile` from any task; `stop` at the end."""
 
-    def __init__(self, model: Path, limits: ChildLimits, *, vocab_size: int = 0, eos_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        limits: ChildLimits,
+        *,
+        vocab_size: int = 0,
+        eos_ids: tuple[int, ...] = (),
+        whitespace: int = 1,
+    ) -> None:
         self._setup: dict[str, Any] = {
             "model": str(model),
             "vocab_size": vocab_size,
             "eos_ids": eos_ids,
             "memory_bytes": limits.memory_bytes,
+            "whitespace": whitespace,
         }
         self.limits = limits
         self._idle: asyncio.LifoQueue[_Child] = asyncio.LifoQueue()  # the spare stays cold, the others stay warm
@@ -96,9 +105,10 @@ class Children:
     def pids(self) -> list[int]:
         return [child.process.pid for child in self._alive]
 
-    async def start(self) -> str:
-        """Start all processes; returns their `grammar_rev` once one serves."""
-        for _ in range(self.limits.at_once + self.limits.spares):
+    async def start(self, processes: int = 0) -> str:
+        """Have so many processes, 0 for all, those that run counted; returns their `grammar_rev` once one serves."""
+        wanted = processes or self.limits.at_once + self.limits.spares
+        for _ in range(wanted - len(self._alive)):
             self._replace()
         getter = asyncio.create_task(self._idle.get())
         done, _ = await asyncio.wait((getter, *self._starting), return_when=asyncio.FIRST_COMPLETED, timeout=START_S)

@@ -29,6 +29,7 @@ class GrammarConfig:
     schema_bytes: int = option(64 << 10, "Largest JSON schema.")
     regex_bytes: int = option(4 << 10, "Longest regular expression.")
     ebnf_bytes: int = option(64 << 10, "Largest EBNF grammar.")
+    json_whitespace: int = option(1, "White space between two JSON tokens at most, in characters; part of grammar_rev.")
     tools: int = option(128, "Most tools of one request.")
     ring_dir: str = option("/dev/shm", "Folder of the mask rings; a tmpfs.")
     ring_bytes: int = option(1 << 30, "Largest ring of one worker group.")
@@ -43,6 +44,8 @@ class GrammarConfig:
                 raise FieldError(name, "must be positive")
         if self.spares < 0:
             raise FieldError("spares", "must be 0 or more")
+        if not 0 <= self.json_whitespace <= 16:
+            raise FieldError("json_whitespace", "must be 0 to 16")
         if not 0 < self.soft_s <= self.hard_s:
             raise FieldError("soft_s", "must be above 0 and at most hard_s")
         if not 0 <= self.metrics_port < 65536:

@@ -2,14 +2,16 @@
 
 The service creates, writes and unlinks it (mode 0600); the worker maps it read-only. Order comes from the gRPC frame
 that names a row after it was written; a row is written again only after the worker's next word about that slot. Plain
-mmap on a file: `multiprocessing.shared_memory` would unlink it from the wrong process.
+mmap on a file: `multiprocessing.shared_memory` would unlink it from the wrong process. The service holds a lock on the
+file for as long as it uses it: a ring that can be locked is a dead process's, in whatever container that was.
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
-import re
 import secrets
+import time
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +22,7 @@ from meshkit.errors import ConfigError
 
 NONCE_BYTES: Final = 16
 PREFIX: Final = "v4mesh-grammar"
-_NAME: Final = re.compile(rf"{PREFIX}-(\d+)-[0-9a-f]{{16}}\.ring")
+YOUNG_S: Final = 2.0  # a ring is created before it is locked
 
 
 def ring_row(position: int, slot: int, slots: int, max_verify: int) -> int:
@@ -46,17 +48,21 @@ class Ring:
             # Take the pages now: a full tmpfs must be an error here, not a SIGBUS at some later mask.
             os.posix_fallocate(handle, 0, size + NONCE_BYTES)
             os.pwrite(handle, self.nonce, size)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._map = mmap.mmap(handle, size + NONCE_BYTES)
         except OSError as error:
+            os.close(handle)
             self.path.unlink(missing_ok=True)
             raise ConfigError(f"[grammar] ring_dir = {folder}: {error.strerror}; {size} bytes are needed") from error
-        finally:
-            os.close(handle)
+        self._handle = handle
         self.rows: NDArray[np.int32] = np.frombuffer(self._map, np.int32, rows * words).reshape(rows, words)
 
     def unlink(self) -> None:
-        """The name goes; memory goes with the last mapping."""
+        """The name goes; memory goes with the last mapping. Idempotent."""
         self.path.unlink(missing_ok=True)
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
 
 
 def map_ring(path: Path, nonce: bytes, rows: int, words: int) -> NDArray[np.int32] | None:
@@ -76,15 +82,9 @@ def remove_stale(folder: Path) -> int:
     """Unlink rings of processes that are gone; returns how many."""
     removed = 0
     for path in folder.glob(f"{PREFIX}-*.ring"):
-        match = _NAME.fullmatch(path.name)
-        if match is None or path.stat().st_uid != os.getuid():
-            continue
-        try:
-            os.kill(int(match[1]), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError), path.open("rb") as file:  # somebody else's, living, or gone meanwhile
+            if time.time() - path.stat().st_mtime > YOUNG_S:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed += 1
-        except PermissionError:
-            continue  # somebody else's living process
     return removed

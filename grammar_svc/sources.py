@@ -131,6 +131,7 @@ def _format(node: Any, place: str, limits: SourceLimits) -> Any:
         here = f"{place}/{key}"
         if key == "json_schema" and node.get("type") == "json_schema":
             result[key] = normalise(value, limits, here)
+            result["max_whitespace_cnt"] = node.get("max_whitespace_cnt", 1)  # without a limit it may go on for ever
         elif key == "pattern" and node.get("type") == "regex" and isinstance(value, str):
             check_regex(value, limits, here)
             result[key] = value

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshpb.v1 import grammar_pb2 as pb
 from grammar_svc import compiler, wire
 from grammar_svc.ring import map_ring
 from grammar_svc.sources import Source
+from grammar_svc.standby import Place
 from grammar_svc.vocabulary import read_vocabulary
 from meshkit.channel import open_channel
 from meshkit.errors import BadRequest, WireError
@@ -251,6 +253,74 @@ async def test_sigterm_says_bye_and_leaves_nothing_behind(service):
         assert "shutting down" in (await worker.next("bye")).reason
     assert await asyncio.to_thread(process.wait, 15) == 0
     assert not list(folder.glob("*.ring"))
+
+
+def start(folder, *flags):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    args = ["--listen", f"unix:{folder}/g.sock", "--model", str(MODEL), "--ring-dir", str(folder), "--compilers", "1"]
+    return subprocess.Popen([sys.executable, "-m", "grammar_svc", *args, *flags], env=env, stderr=subprocess.PIPE)
+
+
+async def test_a_standby_takes_over_when_the_serving_process_is_killed(tmp_path):
+    tmp_path.chmod(0o700)
+    processes, began = [start(tmp_path, "--spares", "0")], time.monotonic()
+    address = f"unix:{tmp_path}/g.sock", None
+    try:
+        async with stub(address) as grammar:
+            first = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA)
+            one = await anext(aiter(grammar.Watch(pb.WatchRequest())))
+            start_s = time.monotonic() - began
+            processes.append(start(tmp_path, "--spares", "0"))
+            await asyncio.to_thread(_log_until, processes[1], b"warm")
+            worker = Worker(grammar)
+            await worker.hello()
+            ring = Path(worker.ack.ring_path)
+            os.utime(ring, (0, 0))  # an old one
+            processes[0].kill()
+            began = time.monotonic()
+        async with stub(address) as grammar:
+            two = await anext(aiter(grammar.Watch(pb.WatchRequest(), wait_for_ready=True)))
+            again = await compile_(grammar, common_pb2.GRAMMAR_JSON_SCHEMA, SCHEMA)
+            assert time.monotonic() - began < start_s / 3  # most of a start is imports
+            assert two.boot != one.boot and again.grammar_id == first.grammar_id and not again.cached
+            worker = Worker(grammar)
+            await worker.hello()
+            await worker.map()
+            vocabulary = read_vocabulary(MODEL)
+            await worker.bind(first.grammar_id, emitted=np.int32([vocabulary.tokens.index("{")]).tobytes())
+            kind, (row,) = await worker.mask()
+            assert kind == 1 and vocabulary.tokens.index('"') in row and vocabulary.tokens.index("{") not in row
+            assert not ring.exists()
+        processes[1].send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(processes[1].wait, 15) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+async def test_a_standby_leaves_on_a_signal(tmp_path):
+    place = Place(tmp_path / "g.sock")
+    assert place.take()
+    process = start(tmp_path)
+    await asyncio.to_thread(_log_until, process, b"standing by")
+    process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(process.wait, 15) == 0
+    process.communicate()
+    other = Place(tmp_path / "g.sock")
+    assert not other.take() and not other.announced
+    place.announce()
+    assert other.announced
+    place.leave()
+    assert other.take() and not other.announced
+    other.leave()
+
+
+def _log_until(process, word):
+    for line in process.stderr:
+        if word in line:
+            return
+    raise AssertionError("the log ended")
 
 
 async def test_stream_errors_are_wire_errors():

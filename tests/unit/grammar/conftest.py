@@ -28,7 +28,7 @@ def small():
     tokens = [*_byte_spelling(), "", "", '"}', "true", *[""] * (VOCAB - 260)]
     vocabulary = Vocabulary(tokens=tuple(tokens), eos_ids=(EOS,), think_end=THINK_END, digest="small")
     info = compiler.tokenizer_info(vocabulary)
-    made = compiler.compiler(info)
+    made = compiler.compiler(info, vocabulary)
 
     def compile_(kind, text):
         return compiler.compile_source(made, read_source(kind, text, SourceLimits()))

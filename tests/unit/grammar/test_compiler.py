@@ -2,6 +2,7 @@
 
 import json
 import time
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def made(vocabulary):
-    return compiler.compiler(compiler.tokenizer_info(vocabulary))
+    return compiler.compiler(compiler.tokenizer_info(vocabulary), vocabulary)
 
 
 @pytest.fixture
@@ -45,7 +46,12 @@ def takes(made, vocabulary):
         source = source if isinstance(source, str) else json.dumps(source)
         grammar = compiler.compile_source(made, read_source(kind, source, SourceLimits()))
         matcher = compiler.new_matcher(grammar, list(vocabulary.eos_ids))
-        return matcher.accept_string(text) and matcher.is_completed()
+        first, *others = text.split(compiler.MARKER)  # which is one token, in whatever text
+        good = matcher.accept_string(first)
+        return good and all(map(marked, repeat(matcher), others)) and matcher.is_completed()
+
+    def marked(matcher, text):
+        return matcher.accept_token(vocabulary.tokens.index(compiler.MARKER)) and matcher.accept_string(text)
 
     return check
 
@@ -92,6 +98,26 @@ def test_bounded_strings_are_json(takes):
     assert not any(takes(Kind.JSON_SCHEMA, schema, f'"{char}"') for char in ("", "\x1e", "\t", "\n", "\\", '"'))
     address = {"type": "string", "format": "ipv4"}
     assert takes(Kind.JSON_SCHEMA, address, '"10.0.255.1"') and not takes(Kind.JSON_SCHEMA, address, '"10.0.064.1"')
+
+
+def test_a_forced_call_can_be_written_with_the_marker_token_only(made, vocabulary):
+    source = {"tools": TOOLS, "tool_choice": "required"}
+    matcher = compiler.new_matcher(
+        compiler.compile_source(made, read_source(Kind.DSML_TOOLS, json.dumps(source), SourceLimits())), [1]
+    )
+    assert matcher.accept_string("\n\n<")
+    rows = np.zeros((1, vocabulary.words), np.int32)
+    matcher.fill_next_token_bitmask(rows)
+    allowed = np.flatnonzero(np.unpackbits(rows[0].view(np.uint8), bitorder="little"))
+    assert [vocabulary.tokens[token] for token in allowed] == [compiler.MARKER]
+
+
+def test_white_space_may_be_forbidden(vocabulary):
+    compact = compiler.compiler(compiler.tokenizer_info(vocabulary), vocabulary, whitespace=0)
+    grammar = compiler.compile_source(compact, read_source(Kind.JSON_OBJECT, "", SourceLimits()))
+    assert compiler.new_matcher(grammar, [1]).accept_string('{"a":[1,2]}')
+    assert not compiler.new_matcher(grammar, [1]).accept_string('{"a": ')
+    assert compiler.revision(vocabulary) != compiler.revision(vocabulary, 0)
 
 
 def test_a_bounded_value_of_a_tool_call_ends_at_its_tag(takes):

@@ -1,5 +1,7 @@
 """The engine: one entry per bind and row of tokens, fences, gaps, waiting for grammars; and the ring file."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -162,7 +164,10 @@ def test_the_ring_is_private_shared_and_checked(tmp_path):
     assert theirs is not None and (theirs[3] == 5).all() and not theirs.flags.writeable
     assert map_ring(ring.path, b"x" * 16, 4, 10) is None  # another file of that name
     assert map_ring(ring.path, ring.nonce, 5, 10) is None
-    (tmp_path / "v4mesh-grammar-999999999-0000000000000001.ring").touch()
+    dead = tmp_path / "v4mesh-grammar-999999999-0000000000000001.ring"
+    dead.touch()
+    for path in (dead, ring.path):
+        os.utime(path, (0, 0))
     assert remove_stale(tmp_path) == 1 and ring.path.exists()
     ring.unlink()
     assert map_ring(ring.path, ring.nonce, 4, 10) is None and theirs[3][0] == 5

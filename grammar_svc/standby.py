@@ -1,0 +1,109 @@
+"""Two processes of one command line: the first to lock SOCKET.lock serves, the other stands by and takes over.
+
+A standby has imported the compiler, read the vocabulary and warmed one compile process before the lock falls to it, so
+that a crash costs what its clients need to dial again. It begins with that when the serving process is ready, so as not
+to slow its start. The kernel frees the lock when the process ends, however it ends. TCP addresses have no standby.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Final
+
+from meshkit.address import Address, prepare_listen
+from meshkit.errors import PermError, PortError
+
+POLL_S: Final = 0.01
+SETTLE_S: Final = 2.0  # after the serving process is ready: whatever else starts with it may finish
+FREE_S: Final = 2.0  # a killed process frees its lock a moment before its socket
+READY: Final = b"ready"
+
+
+class Place:
+    """The right to serve at one unix socket."""
+
+    def __init__(self, socket: Path) -> None:
+        path = socket.with_name(f"{socket.name}.lock")
+        try:
+            socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise PermError(f"cannot use {path}: {error.strerror}") from error
+
+    def take(self) -> bool:
+        """Whether this process serves from now on; never waits."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        os.ftruncate(self._file, 0)
+        return True
+
+    def announce(self) -> None:
+        """The serving process is ready: a standby may use the processor now."""
+        os.pwrite(self._file, READY, 0)
+
+    @property
+    def announced(self) -> bool:
+        return os.pread(self._file, len(READY), 0) == READY
+
+    def leave(self) -> None:
+        """Let another process serve."""
+        os.close(self._file)
+
+
+async def until_served(place: Place) -> bool:
+    """Wait until the serving process is ready and its surroundings have settled; True if its place is ours instead."""
+    loop = asyncio.get_running_loop()
+    settled = float("inf")
+    while loop.time() < settled:
+        if place.take():
+            return True
+        if settled == float("inf") and place.announced:
+            settled = loop.time() + SETTLE_S
+        await asyncio.sleep(POLL_S)
+    return False
+
+
+async def until_taken(place: Place) -> None:
+    """Wait for the lock."""
+    taken = place.take()
+    while not taken:
+        await asyncio.sleep(POLL_S)
+        taken = place.take()
+
+
+async def until_free(address: Address) -> None:
+    """Wait, after the lock has been taken, for the socket of the process that held it. Raises PortError."""
+    end = asyncio.get_running_loop().time() + FREE_S
+    while True:
+        try:
+            prepare_listen(address)
+            return
+        except PortError:
+            if asyncio.get_running_loop().time() > end:
+                raise
+        await asyncio.sleep(POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def until_signalled() -> AsyncIterator[asyncio.Future[signal.Signals]]:
+    """A future that SIGTERM or SIGINT completes, for as long as nothing is served that would have to be drained."""
+    loop = asyncio.get_running_loop()
+    got: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def receive(number: signal.Signals) -> None:
+        if not got.done():
+            got.set_result(number)
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, receive, number)
+        yield got
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
