@@ -4,8 +4,10 @@ import itertools
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from meshkit.config import FieldError
@@ -13,7 +15,8 @@ from meshkit.errors import MemoryShort
 from meshkit.models import DEFAULT_MODEL
 from meshkit.types import ModelInfo, SamplingParams
 from worker_svc.config import WorkerConfig
-from worker_svc.core.work import CopyWork, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.core.work import CopyWork, Fault, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.masks.source import READY, Answer
 from worker_svc.sim.cost import FlashOnH200, Load
 from worker_svc.sim.executor import SimExecutor, Waiting
 from worker_svc.sim.loading import load, plain_ids, pool_sizes
@@ -200,3 +203,93 @@ def test_it_speaks_the_model_folders_vocabulary_and_loads_no_torch():
     assert (
         subprocess.run([sys.executable, "-c", code], cwd=root, env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
     )
+
+
+class Masks:
+    """Allows `ids`, parks the asks that `parks` names by their number."""
+
+    words = 16
+
+    def __init__(self, ids, parks=(), fault=None):
+        self.row = np.zeros(16, np.int32)
+        for i in ids:
+            self.row[i >> 5] |= np.uint32(1 << (i & 31)).astype(np.int32)
+        self.parks, self.fault, self.asked, self.bound, self.told = set(parks), fault, [], [], []
+
+    def bind(self, inits):
+        self.bound += [init.slot for init in inits if init.grammar_id]
+
+    def take(self, asks, out, *, wait_s, alone):
+        answers = []
+        for ask, row in zip(asks, out, strict=False):
+            row[:] = self.row
+            parked = len(self.asked) in self.parks
+            self.asked.append((ask.slot, ask.slot_gen, ask.position, alone))
+            answers.append(Answer(False, self.fault) if parked else READY)
+        return answers
+
+    def tell(self, rows):
+        self.told += rows
+
+
+def constrained(masks, ids, count, slot=0, **params):
+    """Tokens of a constrained slot; rows that are parked run again."""
+    executor = device()
+    executor.use_masks(masks)
+    start = replace(init(slot, **params), grammar_id=b"g" * 16, slot_gen=3)
+    tokens = list(step(executor, chunk(ids, slot), inits=(start,))[0])
+    tries = 0
+    while len(tokens) < count and tries < 4 * count and not executor._slots.finished[slot]:
+        tries += 1
+        tokens += decode(executor, 1, slot)
+    return tokens
+
+
+def test_constrained_rows_draw_what_is_allowed_and_end_where_they_may():
+    masks = Masks([10, 47, 300, 499])
+    tokens = constrained(masks, prompt(40), 50)
+    assert set(tokens) == {10, 47, 300, 499} and masks.bound == [0]
+    assert [t.position for t in masks.told] == list(range(50)) and [t.tokens[0] for t in masks.told] == tokens
+    assert masks.asked[7] == (0, 3, 7, True) and not any(t.ended for t in masks.told)
+    masks = Masks([10, EOS])
+    tokens = constrained(masks, prompt(40), 50, min_tokens=5)
+    assert tokens[-1] == EOS and set(tokens[:-1]) == {10} and 5 < len(tokens) < 50
+    assert [t.ended for t in masks.told] == [False] * (len(tokens) - 1) + [True]
+    assert constrained(Masks([EOS]), prompt(4), 9, min_tokens=5) == [EOS], "nothing but the end is allowed"
+    assert constrained(Masks([]), prompt(4), 9) == []
+
+
+def test_parked_rows_run_again_and_change_nothing():
+    ids = [10, 11, 47, 300, 301, 499]
+    wanted = constrained(Masks(ids), prompt(40), 30)
+    masks = Masks(ids, parks=[0, 1, 5, 6, 7, 20, 33])
+    assert constrained(masks, prompt(40), 30) == wanted
+    assert len(masks.asked) == 37 and len(masks.told) == 30
+
+
+def test_a_fault_of_the_masks_ends_the_row():
+    fault = Fault("grammar_failed", "no")
+    executor, masks = device(), Masks([10], parks=[2], fault=fault)
+    executor.use_masks(masks)
+    start = replace(init(), grammar_id=b"g" * 16)
+    outcomes = [executor.collect(executor.launch(StepWork(rows=(chunk(prompt(9)),), inits=(start,)))).rows[0]]
+    outcomes += [
+        executor.collect(executor.launch(StepWork(rows=(RowWork(slot=0, pages=PAGES),)))).rows[0] for _ in range(3)
+    ]
+    assert [o.tokens for o in outcomes] == [(10,), (10,), (), ()] and [o.fault for o in outcomes[2:]] == [fault, None]
+    assert masks.told[-1].ended and masks.told[-1].tokens == ()
+
+
+def test_steps_behind_a_constrained_one_are_computed_in_order():
+    plain = answer(prompt(40), 8)
+    executor, masks = device(), Masks([10, 11])
+    executor.use_masks(masks)
+    start = replace(init(1), grammar_id=b"g" * 16)
+    first = executor.launch(StepWork(rows=(chunk(prompt(9), slot=1),), inits=(start,)))
+    again = executor.launch(StepWork(rows=(chunk(prompt(40)), RowWork(slot=1, pages=PAGES)), inits=(init(),)))
+    last = executor.launch(StepWork(rows=(RowWork(slot=0, pages=PAGES),), inits=(init(1),)))
+    results = [executor.collect(handle).rows for handle in (first, again, last)]
+    assert results[1][0].tokens + results[2][0].tokens == tuple(plain[:2])
+    assert not masks.asked[1][3], "the other row does not wait"
+    direct = executor.launch(StepWork(rows=(RowWork(slot=0, pages=PAGES),)))
+    assert direct.rows is not None and executor.collect(direct).rows[0].tokens == (plain[2],)
