@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,8 @@ from gateway.journal.journal import Journal, JournalConfig
 from gateway.mesh_client import MeshClient
 from gateway.rpc.listener import RpcListener
 from gateway.service import Gateway
+from gateway.siblings.member import Member
+from gateway.siblings.parent import serve_many
 from gateway.text.pretokenizer import TokenizerFileError
 from gateway.text.tokenizer import Tokenizer
 from meshkit.address import Address, parse_address, prepare_listen
@@ -44,19 +47,21 @@ log = logging.getLogger("gateway")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status of the gateway with these flags."""
-    return service_main(GatewayConfig, "gateway", _run, argv)
+    args = list(sys.argv[1:] if argv is None else argv)
+    return service_main(GatewayConfig, "gateway", partial(_run, args), args)
 
 
-def _run(loaded: Loaded[GatewayConfig]) -> int:
+def _run(args: Sequence[str], loaded: Loaded[GatewayConfig]) -> int:
     config = replace(loaded.value, model=resolve_model(loaded.value.model))
     setup_logging("gateway", fmt=config.log_format, level=config.log_level)
-    return run(serve(config))
+    return run(serve(config) if config.processes == 1 else serve_many(config, args))
 
 
 async def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status; raises StartError where it cannot."""
     address = parse_address(config.listen_http)
-    prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
+    if not config.hub:
+        prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
     mesh_metrics = Metrics()
     mesh = MeshClient(_journal(config), config.scheduler, mesh_metrics)
     tracing = start_tracing("gateway")
@@ -69,7 +74,9 @@ async def serve(config: GatewayConfig) -> int:
     signals = _Signals()
     linking = asyncio.create_task(mesh.run())
     try:
-        site = await _listen(runner, address)
+        if config.hub:
+            gateway.siblings = await Member.join(gateway, config.hub)
+        site = await _listen(runner, address, shared=bool(config.hub))
         if config.listen_grpc:
             await rpc.start(config.listen_grpc)
         loading = asyncio.create_task(_load_tokenizer(gateway))
@@ -78,6 +85,8 @@ async def serve(config: GatewayConfig) -> int:
         await site.stop()
         await _drain(gateway, config.drain_seconds)
     finally:
+        if gateway.siblings is not None:
+            await gateway.siblings.stop()
         await rpc.stop(_ABORT_SECONDS)
         await runner.cleanup()
         linking.cancel()
@@ -112,12 +121,12 @@ def _runner(app: web.Application, config: GatewayConfig) -> web.AppRunner:
     )
 
 
-async def _listen(runner: web.AppRunner, address: Address) -> web.BaseSite:
+async def _listen(runner: web.AppRunner, address: Address, *, shared: bool) -> web.BaseSite:
     site: web.BaseSite
     if address.path is not None:
         site = web.UnixSite(runner, str(address.path))
     else:
-        site = web.TCPSite(runner, address.host, address.port)
+        site = web.TCPSite(runner, address.host, address.port, reuse_port=shared or None)
     try:
         await site.start()
     except OSError as error:  # someone took it since the check

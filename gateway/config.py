@@ -30,6 +30,8 @@ class GatewayConfig:
         None, "which efforts have a text; else the model says"
     )
     max_output_tokens: int | None = option(None, "upper bound of max_tokens; else what the context leaves")
+    processes: int = option(1, "gateways that share the port, each with a loop of its own")
+    hub: str = option("", "set by a parent with several processes: where they talk to each other")
     api_key_file: Path | None = field(
         default=None, metadata={"help": "lines `key` or `tenant key`; without it everybody is one tenant"}
     )
@@ -55,6 +57,7 @@ class GatewayConfig:
         ranges = {
             "max_output_tokens": (1, 1 << 30),
             "encode_threads": (1, 64),
+            "processes": (1, 64),
             "drain_seconds": (0, 3_600),
             "max_body_bytes": (1_024, 64 * MIB),
             "max_choices": (1, 128),

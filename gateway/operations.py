@@ -69,7 +69,9 @@ async def health_generate(gateway: Gateway, exchange: Exchange) -> web.StreamRes
 async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     _check_local(gateway, "/metrics")
     headers = {**exchange.headers, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-    return web.Response(body=gateway.metrics.exposition(), headers=headers)
+    siblings = gateway.siblings
+    body = gateway.metrics.exposition() if siblings is None else await siblings.metrics()
+    return web.Response(body=body, headers=headers)
 
 
 async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
@@ -115,10 +117,8 @@ async def model_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse
 async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     """Callers reach their own requests: those of their key's tenant."""
     body = await gateway.body(exchange, AbortRequest)
-    if body.abort_all:
-        gateway.abort_all(exchange.tenant)
-    elif body.rid:
-        gateway.abort(exchange.tenant, body.rid)
+    if body.abort_all or body.rid:
+        await gateway.abort_everywhere(exchange.tenant, "" if body.abort_all else body.rid or "")
     return json_response(exchange, {"success": True})
 
 

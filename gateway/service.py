@@ -7,7 +7,7 @@ no JSON, no gRPC.
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -34,6 +34,17 @@ from meshkit.types import ModelInfo, RequestId
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
+class Siblings(Protocol):
+    """Other gateway processes behind the same port, this one included in what is asked."""
+
+    async def metrics(self) -> bytes: ...
+
+    async def abort(self, tenant: str, rid: str) -> None:
+        """An empty rid stands for all of the tenant's requests."""
+
+    async def stop(self) -> None: ...
+
+
 class Gateway:
     """Shared state of one gateway process. `tokenizer` may be given later; until then requests get 503."""
 
@@ -52,6 +63,7 @@ class Gateway:
         self.encoder = PromptEncoder(config.encode_threads)
         self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)
+        self.siblings: Siblings | None = None  # other processes of the same port
         self._handles: dict[tuple[str, str], list[RequestId]] = {}  # (tenant, rid) of what is in flight
         self._open: dict[RequestId, str] = {}  # and its tenant
 
@@ -197,6 +209,15 @@ class Gateway:
             on_close=release,
         )
         return generation
+
+    async def abort_everywhere(self, tenant: str, rid: str) -> None:
+        """In all processes of this port; an empty rid stands for all of the tenant's requests."""
+        if self.siblings is not None:
+            await self.siblings.abort(tenant, rid)
+        elif rid:
+            self.abort(tenant, rid)
+        else:
+            self.abort_all(tenant)
 
     def abort(self, tenant: str, rid: str) -> None:
         """Abort the requests under a tenant's handle; an unknown one does nothing."""

@@ -94,11 +94,17 @@ class Supervisor:
         *,
         on_event: Callable[[ServiceEvent], None],
         on_line: Callable[[str, str], None],
+        stop_s: float = STOP_S,
+        together: bool = False,
     ) -> None:
-        """`on_event` and `on_line(service, text)` are called on the event loop and must return at once."""
+        """`on_event` and `on_line(service, text)` are called on the event loop and must return at once.
+
+        `stop_s` is what a stop may take for all children; `together`: they are stopped at once instead of in order.
+        """
         self.children = {spec.name: Child(spec) for spec in specs}
         self.on_event = on_event
         self.on_line = on_line
+        self._stop_s, self._together = stop_s, together
         self.all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
@@ -219,11 +225,14 @@ class Supervisor:
     async def _stop_children(self) -> None:
         """SIGTERM in reverse start order, each with time to drain; SIGKILL to whoever needs longer."""
         living = [c for c in reversed(self.children.values()) if c.process and c.process.returncode is None]
-        end = time.monotonic() + STOP_S
+        end = time.monotonic() + self._stop_s
+        if self._together:
+            for child in living:
+                _terminate(child)
         for after, child in zip(reversed(range(len(living))), living, strict=True):
             assert child.process is not None
-            with contextlib.suppress(ProcessLookupError):
-                child.process.terminate()
+            if not self._together:
+                _terminate(child)
             left_s = max(LEAST_DRAIN_S, end - time.monotonic() - after * LEAST_DRAIN_S)
             waits = [asyncio.create_task(child.process.wait()), asyncio.create_task(self._kill_now.wait())]
             await asyncio.wait(waits, timeout=min(child.spec.drain_s, left_s), return_when=asyncio.FIRST_COMPLETED)
@@ -257,3 +266,9 @@ class Supervisor:
         pid = child.process.pid if child.process else 0
         at_s = time.monotonic() - self._t0
         self.on_event(ServiceEvent(child.spec.name, kind, at_s, pid, status, restart_in_s, last_lines))
+
+
+def _terminate(child: Child) -> None:
+    assert child.process is not None
+    with contextlib.suppress(ProcessLookupError):
+        child.process.terminate()

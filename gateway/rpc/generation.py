@@ -70,10 +70,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         async def work(caller: Caller) -> pb.AbortResponse:
-            if request.all:
-                self._gateway.abort_all(caller.tenant)
-            elif request.request_id:
-                self._gateway.abort(caller.tenant, request.request_id)
+            if request.all or request.request_id:
+                await self._gateway.abort_everywhere(caller.tenant, "" if request.all else request.request_id)
             return pb.AbortResponse()
 
         return await self._entry.answer(context, "Abort", work)

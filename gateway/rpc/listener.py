@@ -45,8 +45,12 @@ class RpcListener:
         """Listen; returns the address with the real port. Raises PortError."""
         config = self._gateway.config
         address = parse_address(listen)
-        prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
-        server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        options = dict(SERVER_OPTIONS)
+        if config.hub:
+            options["grpc.so_reuseport"] = 1
+        else:
+            prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
+        server = grpc.aio.server(options=list(options.items()))
         generation_pb2_grpc.add_GenerationServicer_to_server(generation.GenerationServicer(self._entry), server)
         inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference.InferenceServicer(self._entry), server)
         self._health.add_to(server)

@@ -1,0 +1,104 @@
+"""`--processes N`: N gateways that share one port, kept running by this process, which serves no request itself.
+
+The kernel spreads connections over them (SO_REUSEPORT). This process holds the port with a socket that never listens:
+port 0 then means the same port to all, and nobody else takes it while a gateway restarts.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from gateway.config import GatewayConfig
+from gateway.siblings.hub import Hub
+from meshkit.address import Address, parse_address, prepare_listen
+from meshkit.errors import ConfigError, PortError
+from meshkit.exit_codes import Exit
+from meshkit.supervisor import ServiceEvent, ServiceSpec, Supervisor
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+log = logging.getLogger("gateway")
+
+
+async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
+    """Run `config.processes` gateways with this command line until a signal. Returns the exit status."""
+    http = parse_address(config.listen_http)
+    if http.path is not None:
+        raise ConfigError(f"processes = {config.processes} share a TCP port; listen_http is {http}")
+    secured = config.insecure or config.api_key_file is not None
+    prepare_listen(http, insecure=secured)
+    held = [_hold(http)]
+    flags = ["--processes", "1", "--listen-http", str(held[0][1])]
+    if config.listen_grpc:
+        grpc = parse_address(config.listen_grpc)
+        if grpc.path is not None:
+            raise ConfigError(f"processes = {config.processes} share a TCP port; listen_grpc is {grpc}")
+        prepare_listen(grpc, insecure=secured)
+        held.append(_hold(grpc))
+        flags += ["--listen-grpc", str(held[1][1])]
+    with tempfile.TemporaryDirectory(prefix="v4mesh-gateways-") as folder:
+        path = Path(folder) / "hub.sock"
+        hub = Hub()
+        await hub.start(path)
+        command = (sys.executable, "-m", "gateway", *argv, *flags, "--hub", str(path))
+        specs = [
+            ServiceSpec(name=f"gateway-{number}", argv=command, drain_s=config.drain_seconds + 1)
+            for number in range(config.processes)
+        ]
+        try:
+            return await _supervise(specs, str(held[0][1]), config.drain_seconds + 2)
+        finally:
+            await hub.stop()
+            for holder, _ in held:
+                holder.close()
+
+
+async def _supervise(specs: Sequence[ServiceSpec], shown: str, stop_s: float) -> int:
+    interrupted = False
+    supervisor = Supervisor(specs, on_event=_say, on_line=_relay, stop_s=stop_s, together=True)
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        nonlocal interrupted
+        interrupted = interrupted or number == signal.SIGINT
+        supervisor.stop()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    log.info("listening on http://%s with %d processes", shown, len(specs))
+    try:
+        status = await supervisor.run()
+    finally:
+        for number in _SIGNALS:
+            with suppress(ValueError):
+                loop.remove_signal_handler(number)
+    return int(Exit.INTERRUPTED) if interrupted and status == Exit.OK else status
+
+
+def _hold(address: Address) -> tuple[socket.socket, Address]:
+    """A bound socket that takes no connection, and the address with its real port."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        holder.bind((address.host, address.port))
+    except OSError as error:
+        holder.close()
+        raise PortError(f"cannot listen on {address}: {error.strerror}") from error
+    return holder, Address(host=address.host, port=holder.getsockname()[1])
+
+
+def _say(event: ServiceEvent) -> None:
+    if event.kind in ("exited", "gave_up"):
+        log.error("%s %s with status %d", event.service, event.kind.replace("_", " "), event.status)
+
+
+def _relay(service: str, text: str) -> None:
+    sys.stderr.write(f"{service}: {text}\n")

@@ -1,0 +1,130 @@
+"""Several gateway processes on one port: all answer, counts add up, aborts find theirs, a killed one comes back."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import urllib.request
+
+import aiohttp
+import psutil
+import pytest
+
+from gateway.siblings.merge import merge
+from meshkit.models import DEFAULT_MODEL
+from meshkit.testing import ServiceProcess, until
+
+BODY = {"model": "v4-nano", "prompt": "Once there was a fox", "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """A scheduler, a worker that computes nothing, and three gateways on one port."""
+    folder = tmp_path_factory.mktemp("siblings")
+    folder.chmod(0o700)
+    scheduler, log = f"unix:{folder}/s.sock", folder / "gateway.log"
+    model = ("--model", str(DEFAULT_MODEL))
+    with (
+        ServiceProcess("scheduler_svc", "--listen", scheduler, log=folder / "scheduler.log"),
+        ServiceProcess(
+            "worker_svc", "--listen", f"unix:{folder}/w.sock", "--scheduler", scheduler, "--backend", "sim", *model,
+            log=folder / "worker.log",
+        ),
+        ServiceProcess(
+            "gateway", "--listen-http", "127.0.0.1:0", "--processes", "3", "--scheduler", scheduler, *model,
+            "--drain-seconds", "3", log=log,
+        ) as parent,
+    ):  # fmt: skip
+        asyncio.run(until(lambda: log.read_text().count("tokenizer loaded") == 3, 60))
+        url = re.search(r"http://127\.0\.0\.1:\d+(?= with 3 processes)", log.read_text())[0]
+        asyncio.run(until(lambda: ready(url), 60))
+        yield url, parent, log
+        assert parent.end(signal.SIGTERM) == 0
+
+
+def ready(url):
+    """All of them, as far as a dozen new connections can tell."""
+    try:
+        for _ in range(12):
+            with urllib.request.urlopen(f"{url}/ready", timeout=2) as answer:
+                if answer.status != 200:
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+async def ask(url, body=BODY):
+    """One request on a connection of its own, so that the kernel chooses anew."""
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
+        return response.status, await response.json()
+
+
+async def metrics(url):
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as response:
+        assert response.status == 200
+        return await response.text()
+
+
+def value(text, name):
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+async def test_whichever_process_is_asked_knows_what_all_have_done(mesh):
+    url, parent, _ = mesh
+    before = await metrics(url)
+    answers = await asyncio.gather(*(ask(url) for _ in range(24)))
+    assert [status for status, _ in answers] == [200] * 24
+    seen = [await metrics(url) for _ in range(6)]
+    for text in seen:
+        assert value(text, "sglang:num_requests_total") - value(before, "sglang:num_requests_total") == 24
+        assert value(text, "vllm:generation_tokens_total") - value(before, "vllm:generation_tokens_total") == 24 * 8
+        assert value(text, "v4mesh_workers") == 1  # a level, not a sum
+    busy = [child for child in psutil.Process(parent.process.pid).children() if child.num_threads()]
+    assert len(busy) == 3
+
+
+async def test_an_abort_finds_its_request_in_another_process(mesh):
+    url, _, _ = mesh
+    long = BODY | {"max_tokens": 3000, "stream": True, "rid": "far-away"}
+
+    async def stream():
+        events = []
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=long) as response:
+            started.set()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+        return events
+
+    started = asyncio.Event()
+    running = asyncio.create_task(stream())
+    await started.wait()
+    for _ in range(6):  # some of these land in processes that do not have it
+        asking = {"rid": "far-away"}
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/abort_request", json=asking) as response:
+            assert response.status == 200
+    async with asyncio.timeout(10):
+        events = await running
+    assert events[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_a_killed_process_comes_back_and_the_others_go_on(mesh):
+    url, parent, log = mesh
+    victim = psutil.Process(parent.process.pid).children()[0]
+    os.kill(victim.pid, signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    assert [status for status, _ in await asyncio.gather(*(ask(url) for _ in range(8)))] == [200] * 8
+    await until(lambda: log.read_text().count("tokenizer loaded") == 4, 30)
+    await until(lambda: len(psutil.Process(parent.process.pid).children()) == 3, 10)
+
+
+def test_counters_add_up_and_levels_do_not():
+    one = '# TYPE a counter\na_total{x="1"} 2\na_total{x="2"} 1\n# TYPE g gauge\ng 5\n'
+    two = '# TYPE a counter\na_total{x="1"} 3\n# TYPE g gauge\ng 4\n'
+    two += '# TYPE h histogram\nh_bucket{le="+Inf"} 1\nh_count 1\nh_sum 2\n'
+    text = merge([one, two]).decode()
+    assert 'a_total{x="1"} 5.0' in text and 'a_total{x="2"} 1.0' in text and "\ng 5.0" in text and "h_sum 2.0" in text
+    own = "# TYPE sglang:http_requests_active gauge\nsglang:http_requests_active 2\n"
+    assert "sglang:http_requests_active 4.0" in merge([own, own]).decode()
