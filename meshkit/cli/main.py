@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": ("meshkit.cli.serve:serve", "Start with the flags of the operators' guide (SGLang and vLLM names)."),
     "chat": ("meshkit.cli.chat:chat", "Talk to a running mesh."),
     "top": ("meshkit.cli.top:top", "Watch a running mesh: load, speed, memory, latencies, errors."),
+    "explain": ("meshkit.cli.explain:explain", "Say why a prompt is served from the prefix cache as far as it is."),
     "bench": ("meshkit.cli.bench:bench", "Load a running mesh and measure it."),
     "doctor": ("meshkit.cli.doctor:doctor", "Check this machine: what works, what does not, what to do."),
     "config": ("meshkit.cli.config_cmd:config", "Show, check and describe the configuration."),

@@ -23,6 +23,7 @@ class Script:
     finish: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    answer: dict[str, Any] = field(default_factory=dict)  # of /explain
     wanted_key: str = ""  # empty: everybody may ask
     url: str = ""
 
@@ -80,6 +81,9 @@ def server() -> Iterator[Script]:
             script.keys.append(self.headers.get("Authorization", ""))
             if script.status != 200:
                 self._json(script.status, {"error": {"message": script.error}})
+                return
+            if self.path == "/explain":
+                self._json(200, script.answer)
                 return
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
