@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from tests.model.conftest import NANO
 from worker_svc.checkpoint.quant_choice import Numerics
 from worker_svc.core.work import CopyWork, Fault, RowOutcome, RowWork, SlotInit, StepWork, TailWork
 from worker_svc.executor import CpuExecutor
+from worker_svc.masks.source import PARKED, READY, Answer, NoMasks
 from worker_svc.solo import Sequence, generate, pages_for, steps
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, top_logprobs=2)
@@ -278,3 +280,96 @@ def test_the_default_model_masks_what_is_no_token_and_tells_stories():
     assert nano.info.max_context == 512
     drawn = generate(nano, [0, 3], SamplingParams(temperature=0.0, max_tokens=16), seed=0).drawn
     assert len(set(drawn)) > 4
+
+
+class Masks:
+    """Allows `ids`, with rows as wide as the model's vocabulary; parks or fails the asks that `refused` numbers."""
+
+    words = 16
+
+    def __init__(self, ids, refused=()):
+        self.row, self.refused, self.asks, self.told, self.bound = np.zeros(16, np.int32), dict(refused), [], [], []
+        for i in ids:
+            self.row[i >> 5] |= np.uint32(1 << (i & 31)).astype(np.int32)
+
+    def bind(self, inits):
+        self.bound += inits
+
+    def take(self, asks, out, *, wait_s, alone):
+        assert wait_s >= 0.0003 and out.shape[0] >= sum(ask.places for ask in asks)
+        out[:] = self.row
+        self.asks += [(ask, alone) for ask in asks]
+        first = len(self.asks) - len(asks)
+        return [self.refused.get(first + i, READY) for i in range(len(asks))]
+
+    def tell(self, rows):
+        self.told += rows
+
+
+@pytest.fixture
+def use_masks(executor):
+    yield executor.use_masks
+    executor.use_masks(NoMasks())
+
+
+def constrained(executor, masks, ids, count, params):
+    """Tokens of slot 1, whose rows run again until they were sampled, beside an unconstrained slot 0."""
+    start = replace(init(1, replace(params, max_tokens=count)), grammar_id=b"g" * 16, slot_gen=4)
+    rows = (RowWork(slot=1, start=0, ids=tuple(ids), pages=[1, 2]),)
+    (outcome,) = executor.run(StepWork(inits=(start,), rows=rows)).rows
+    tokens = list(outcome.tokens)
+    while len(tokens) < count:
+        (outcome,) = executor.run(StepWork(rows=(RowWork(slot=1, pages=[1, 2]),))).rows
+        tokens += outcome.tokens
+        if outcome.fault is not None:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.7)])
+def test_masked_rows_draw_what_is_allowed_and_parked_ones_the_same_later(executor, use_masks, params):
+    ids, some = prompt(40), (3, 77, 250, 251, 252, 509)
+    use_masks(masks := Masks(some))
+    wanted = constrained(executor, masks, ids, 8, params)
+    assert set(wanted) <= set(some) and masks.bound[0].grammar_id == b"g" * 16
+    assert [ask.position for ask, _ in masks.asks] == list(range(8)) and all(alone for _, alone in masks.asks)
+    assert [t.tokens for t in masks.told] == [(token,) for token in wanted]
+    assert [t.ended for t in masks.told] == [False] * 7 + [True] and {t.slot_gen for t in masks.told} == {4}
+    executor.pools.poison()
+    use_masks(masks := Masks(some, {0: PARKED, 1: PARKED, 4: PARKED, 7: PARKED}))
+    assert constrained(executor, masks, ids, 8, params) == wanted
+    assert len(masks.asks) == 12 and len(masks.told) == 8
+
+
+def test_a_fault_of_a_mask_ends_its_row_and_leaves_the_others(executor, use_masks):
+    fault = Fault("grammar_failed", "no")
+    use_masks(masks := Masks([3], {1: Answer(False, fault)}))
+    starts = (init(0), replace(init(1), grammar_id=b"g" * 16))
+    chunks = tuple(RowWork(slot=s, start=0, ids=tuple(prompt(9)), pages=[s]) for s in (0, 1))
+    executor.run(StepWork(inits=starts, rows=chunks))
+    decode = StepWork(rows=tuple(RowWork(slot=s, pages=[s]) for s in (0, 1)))
+    free, failed = executor.run(decode).rows
+    assert len(free.tokens) == 1 and failed == RowOutcome((), fault=fault) and not masks.asks[1][1]
+    assert masks.told[-1].ended and masks.told[-1].tokens == ()
+    assert executor.run(decode).rows[1] == RowOutcome(())
+    executor.run(StepWork(inits=(init(1),), rows=chunks[1:]))
+    assert len(masks.asks) == 2, "the slot that took its place is free"
+
+
+def test_drafts_are_accepted_under_masks_of_their_places(executor, use_masks):
+    use_masks(masks := Masks([3, 77, 250]))
+    ids = prompt(40)
+    wanted = constrained(executor, masks, ids, 4, GREEDY)
+    start = replace(init(2), grammar_id=b"g" * 16, n_emitted=1, emitted=tuple(wanted[:1]))
+    verify = (wanted[0], wanted[1], 499)
+    chunk = RowWork(slot=2, start=0, ids=(*ids, *verify), pages=[3], sample_last=3, out_pos=1)
+    (outcome,) = executor.run(StepWork(inits=(start,), rows=(chunk,))).rows
+    assert outcome.tokens == tuple(wanted[1:3]), "the illegal draft ends the row at the sample in its place"
+    assert masks.asks[-1][0].places == 3 and masks.told[-1].position == 1
+
+
+def test_without_a_source_constrained_rows_fail(executor):
+    start = replace(init(3), grammar_id=b"g" * 16)
+    row = RowWork(slot=3, start=0, ids=(5,), pages=[4])
+    (outcome,) = executor.run(StepWork(inits=(start,), rows=(row,))).rows
+    assert outcome.fault is not None and outcome.fault.code == "grammar_failed"
