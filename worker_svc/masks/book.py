@@ -33,15 +33,19 @@ class Kind(IntEnum):
     FAILED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The answer for one output position. `rows` is a view of the ring or of a message: [count, words]."""
+class Entry(NamedTuple):
+    """The answer for one output position. MASKED ones have `places` rows of `source`, which is the ring or a message's.
+
+    A tuple, as one is made per row and step; for the same reason `kind` is the bare number.
+    """
 
     slot: int
     slot_gen: int
     position: int
-    kind: Kind
-    rows: MaskRows | None = None
+    kind: int
+    source: MaskRows | None = None
+    first: int = 0
+    places: int = 0
     error: str = ""
 
 
@@ -129,14 +133,15 @@ class MaskBook:
         assert out.shape[0] >= sum(ask.places for ask in asks) and out.shape[1] == self.words, out.shape
         began = time.monotonic()
         with self._changed:
-            missing = self._missing(asks)
+            found = [self._find(ask) for ask in asks]
+            missing = found.count(None)
             end = began + (ALONE_S if alone and missing == len(asks) else wait_s if self._attached else 0.0)
             while missing and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
-                missing = self._missing(asks)
+                found = [self._find(ask) for ask in asks]
+                missing = found.count(None)
                 if missing < len(asks):
                     end = min(end, time.monotonic() + wait_s)
-            found = [self._find(ask) for ask in asks]
         self._waits.observe(time.monotonic() - began)
         return self._copy(asks, found, out)
 
@@ -158,9 +163,6 @@ class MaskBook:
             self._bound.put(len(self._slots))
         self.wake()
 
-    def _missing(self, asks: Iterable[Ask]) -> int:
-        return sum(self._find(ask) is None for ask in asks)
-
     def _find(self, ask: Ask) -> Entry | Answer | None:
         """The entry, or what else there is to say, or None while it may still come. Under the lock."""
         slot = self._slots.get(ask.slot)
@@ -172,9 +174,9 @@ class MaskBook:
         entry = slot.entry
         if entry is None:
             return Answer(False, Fault(GRAMMAR_FAILED, self._refusal)) if self._refusal else None
-        if entry.kind is Kind.FAILED:
+        if entry.kind == Kind.FAILED:
             return Answer(False, Fault(GRAMMAR_FAILED, entry.error))
-        if entry.kind is Kind.MASKED and (entry.rows is None or len(entry.rows) < ask.places):
+        if entry.kind == Kind.MASKED and entry.places < ask.places:
             return None
         return entry
 
@@ -191,10 +193,12 @@ class MaskBook:
         answers, at, ready, failed = [], 0, 0, 0
         for ask, entry in zip(asks, found, strict=True):
             if isinstance(entry, Entry):
-                if entry.rows is not None:
-                    out[at : at + ask.places] = entry.rows[: ask.places]
-                else:
+                if entry.source is None:
                     self._write_without_rows(out[at : at + ask.places], entry)
+                elif ask.places == 1:
+                    out[at] = entry.source[entry.first]
+                else:
+                    out[at : at + ask.places] = entry.source[entry.first : entry.first + ask.places]
                 ready += 1
                 answers.append(READY)
             else:
@@ -211,7 +215,7 @@ class MaskBook:
         """FREE: all but EOS and stop ids; DONE: only these."""
         slot = self._slots.get(entry.slot)
         stops = (*self._eos_ids, *(slot.stop_ids if slot is not None else ()))
-        free = entry.kind is Kind.FREE
+        free = entry.kind == Kind.FREE
         out[:] = _ALL if free else 0
         for stop in stops:
             bit = np.uint32(1 << (stop & 31)).astype(np.int32)  # wraps: bit 31 is the sign

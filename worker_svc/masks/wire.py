@@ -12,7 +12,6 @@ from worker_svc.masks.book import BindOrder, Entry, Kind, Outgoing, TokenOrder
 from worker_svc.masks.source import MaskRows
 
 MAX_BIND_BYTES: Final = 4 << 20  # of emitted ids in one message; one slot's may be longer
-_KINDS: Final = tuple(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +74,28 @@ def _tokens(orders: Sequence[TokenOrder]) -> pb.SampledTokens:
 
 
 def get_entries(message: pb.MaskEntries, bounds: Bounds) -> list[Entry]:
-    """Rows are views: of the ring, or of the message's bytes."""
+    """Sources of rows are the ring, or the message's bytes."""
     slots = c.get_i32(message.slots, "entries.slots", high=bounds.slots - 1)
     n = len(slots)
     gens = c.get_i64(message.slot_gens, "entries.slot_gens", length=n).tolist()
     positions = c.get_i32(message.positions, "entries.positions", length=n).tolist()
-    kinds = c.get_u8(message.kinds, "entries.kinds", high=len(_KINDS) - 1, length=n).tolist()
-    counts = c.get_u8(message.counts, "entries.counts", high=bounds.max_verify, length=n)
+    kinds = c.get_u8(message.kinds, "entries.kinds", high=max(Kind), length=n).tolist()
+    counts = c.get_u8(message.counts, "entries.counts", high=bounds.max_verify, length=n).tolist()
     firsts = c.get_i32(message.rows, "entries.rows", low=-1, length=n).tolist()
     errors = _errors(message, n)
-    inline = _inline(message, bounds)
+    ring, inline, masked = bounds.ring, _inline(message, bounds), int(Kind.MASKED)
+    ring_rows = 0 if ring is None else len(ring)
+    columns = zip(slots.tolist(), gens, positions, kinds, counts, firsts, strict=True)
     entries, at = [], 0
-    for index, (slot, kind, count, first) in enumerate(
-        zip(slots.tolist(), kinds, counts.tolist(), firsts, strict=True)
-    ):
-        rows = None
-        if kind == Kind.MASKED:
-            source, begin = (bounds.ring, first) if first >= 0 else (inline, at)
-            if source is None or not count or begin + count > len(source):
-                raise WireError(f"entries.rows[{index}]: {count} rows from {begin} on are not there")
-            rows = source[begin : begin + count]
-            at += count if first < 0 else 0
-        entries.append(Entry(slot, gens[index], positions[index], _KINDS[kind], rows, errors.get(index, "")))
+    for index, (slot, gen, position, kind, count, first) in enumerate(columns):
+        if kind != masked:
+            entries.append(Entry(slot, gen, position, kind, error=errors.get(index, "")))
+            continue
+        source, begin, size = (ring, first, ring_rows) if first >= 0 else (inline, at, len(inline))
+        if not count or begin + count > size:
+            raise WireError(f"entries.rows[{index}]: {count} rows from {begin} on are not there")
+        at += count if first < 0 else 0
+        entries.append(Entry(slot, gen, position, kind, source, begin, count))
     return entries
 
 

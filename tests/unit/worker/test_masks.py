@@ -66,7 +66,8 @@ class Rig:
         return self.book.take(asks, out, wait_s=wait_s, alone=alone), out
 
     def deliver(self, slot, position, kind=Kind.MASKED, rows=None, gen=1, error=""):
-        return self.book.deliver([Entry(slot, gen, position, kind, rows, error)])
+        places = 0 if rows is None else len(rows)
+        return self.book.deliver([Entry(slot, gen, position, kind, rows, 0, places, error)])
 
 
 @pytest.fixture
@@ -214,9 +215,10 @@ class TestWire:
     def test_rows_come_from_the_ring_or_the_message(self):
         message = entries((2, 3, 0), (1, 1, 3), (2, 1, 0), (5, -1, -1), errors=[pb.EntryError(index=2, message="no")])
         first, second, third = get_entries(message, self.BOUNDS)
-        assert (first.slot, first.position, first.kind, first.rows[:, 0].tolist()) == (2, 3, Kind.MASKED, [20, 24])
-        assert second.rows.tolist() == [[1] * WORDS]
-        assert (third.kind, third.rows, third.error) == (Kind.FAILED, None, "no")
+        assert (first.slot, first.position, first.kind) == (2, 3, Kind.MASKED)
+        assert first.source is self.BOUNDS.ring and (first.first, first.places) == (5, 2)
+        assert second.source.tolist() == [[1] * WORDS] and (second.first, second.places) == (0, 1)
+        assert (third.kind, third.source, third.error) == (Kind.FAILED, None, "no")
 
     @pytest.mark.parametrize(
         ("fields", "word"),
