@@ -145,18 +145,18 @@ def _kernel(
         row = tl.load(write_rows + token)
         start = tl.load(positions + tl.load(first_token + token))
         width: tl.constexpr = 2560 if RATIO == 4 else 1024
-        if tl.program_id(1) == 0:
-            if row >= 0:
-                if RATIO == 4:
+        # Which side a C128 program takes is known when it is compiled: only one side of it exists.
+        if RATIO == 4:
+            if tl.program_id(1) == 0:
+                if row >= 0:
                     entry = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 0, 512, width)
-                else:
-                    entry = _entry_c128(
-                        raw, raw_stride, ape, states, token, position, slot, start, ring, 512, width, SLOTS
-                    )
-                _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
+                    _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
+            elif row >= 0:
+                entry = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 2048, 128, width)
+                _store_index(entry, index_norm, turns, position, row, index_pool, index_page_bytes, signs, eps)
         elif row >= 0:
-            entry = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 2048, 128, width)
-            _store_index(entry, index_norm, turns, position, row, index_pool, index_page_bytes, signs, eps)
+            entry = _entry_c128(raw, raw_stride, ape, states, token, position, slot, start, ring, 512, width, SLOTS)
+            _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
         if KEEP:
             target = states + (slot * ring + position % ring).to(tl.int64) * width
             source = raw + token.to(tl.int64) * raw_stride

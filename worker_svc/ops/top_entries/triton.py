@@ -29,28 +29,28 @@ def _keys(scores, entry, length):
 
 
 @triton.jit
+def _next_byte(scores, length, prefix, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Fix the byte at SHIFT of the wanted-th highest among the keys that share the bytes of `prefix` above it."""
+    bins = tl.arange(0, 256)
+    counts = tl.zeros((256,), tl.int32)
+    for begin in range(0, length, BLOCK):
+        entry = begin + tl.arange(0, BLOCK)
+        key = _keys(scores, entry, length)
+        alike = (entry < length) & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
+        counts += tl.histogram(((key >> SHIFT) & 0xFF).to(tl.int32), 256, mask=alike)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # keys with a higher byte
+    found = (above < wanted) & (above + counts >= wanted)
+    byte = tl.sum(tl.where(found, bins, 0), 0)
+    return prefix | (byte.to(tl.int64) << SHIFT), wanted - tl.sum(tl.where(found, above, 0), 0)
+
+
+@triton.jit
 def _kth(scores, length, k, BLOCK: tl.constexpr):
     """The k-th highest key of the row, and how many of its equals are among the k highest."""
-    prefix = tl.zeros((), tl.int64)
-    wanted = k
-    bins = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
-        counts = tl.zeros((256,), tl.int32)
-        for begin in range(0, length, BLOCK):
-            entry = begin + tl.arange(0, BLOCK)
-            key = _keys(scores, entry, length)
-            alike = (entry < length) & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
-            digit = tl.where(alike, (key >> shift) & 0xFF, 0).to(tl.int32)
-            counts += tl.histogram(digit, 256)
-            counts -= tl.where(bins == 0, tl.sum((~alike).to(tl.int32), 0), 0)
-        below = tl.cumsum(counts, 0)
-        above = tl.sum(counts, 0) - below  # keys with a higher digit
-        found = (above < wanted) & (above + counts >= wanted)
-        digit = tl.sum(tl.where(found, bins, 0), 0)
-        wanted -= tl.sum(tl.where(found, above, 0), 0)
-        prefix |= digit.to(tl.int64) << shift
-    return prefix, wanted
+    bound, equals = _next_byte(scores, length, tl.zeros((), tl.int64), k, 24, BLOCK)
+    bound, equals = _next_byte(scores, length, bound, equals, 16, BLOCK)
+    bound, equals = _next_byte(scores, length, bound, equals, 8, BLOCK)
+    return _next_byte(scores, length, bound, equals, 0, BLOCK)
 
 
 @triton.jit
