@@ -15,7 +15,7 @@ from meshpb.v1 import common_pb2, grammar_pb2_grpc
 from meshpb.v1 import grammar_pb2 as pb
 
 from meshkit.channel import open_channel
-from meshkit.errors import BadRequest, MeshError
+from meshkit.errors import BadRequest, DeadlineShort, MeshError
 from meshkit.obs import Metrics, kv
 from meshkit.shell import reason_of
 from meshkit.types import GrammarKind
@@ -77,6 +77,8 @@ class GrammarClient:
             answer = decode_answer(reply)
             if answer.outcome is Outcome.OK and not reply.cached:
                 self._took.observe(reply.compile_us / 1e6)
+        except DeadlineShort:
+            answer = CompileAnswer(Outcome.TIMEOUT)
         except BadRequest as error:  # it cannot even be asked; asking again would not help
             answer = CompileAnswer(Outcome.INVALID, message=error.message)
         except (MeshError, grpc.aio.AioRpcError) as error:

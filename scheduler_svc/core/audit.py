@@ -168,6 +168,7 @@ def _check_grammars(st: State) -> None:
         assert grammar.users or grammar.ticket, "a grammar that nobody needs is kept"
         assert grammar.grammar_id or grammar.ticket or grammar.retry_ns, "nobody asks for a grammar"
         assert not grammar.ticket or table.by_ticket[grammar.ticket] is grammar, "a compile of another grammar"
+    assert all(table.by_key.get(key) is g and g.retry_ns for key, g in table.busy.items()), "a stale busy grammar"
     assert len(table.by_ticket) == sum(bool(grammar.ticket) for grammar in table.by_key.values()), "lost compiles"
     for req in st.requests.values():
         assert req.pending or not req.calls, "an accepted request has calls that wait"

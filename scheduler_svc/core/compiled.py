@@ -30,6 +30,16 @@ def compiled(st: State, ticket: int, answer: CompileAnswer | None) -> None:
     else:
         _never(st, grammar, answer)
     settle(st, grammar)
+    if answer is not None and answer.outcome is not Outcome.BUSY:
+        _ask_next(st, grammar.tenant)
+
+
+def _ask_next(st: State, tenant: str) -> None:
+    """A compile has ended: the service has room for one that it refused as too many, of this tenant or of any."""
+    busy = list(st.grammars.busy.values())
+    chosen = next((g for g in busy if g.tenant == tenant), busy[0] if busy else None)
+    if chosen is not None:
+        ask(st, chosen)
 
 
 def service_started(st: State, boot: int) -> None:
@@ -86,6 +96,8 @@ def _not_now(st: State, grammar: Grammar, answer: CompileAnswer | None) -> None:
     if answer is not None:
         pause_ms = min(_MOST_PAUSE_MS, max(pause_ms, answer.retry_after_ms))
     grammar.retry_ns = st.now + pause_ms * MS
+    if answer is not None and answer.outcome is Outcome.BUSY:
+        st.grammars.busy[grammar.key] = grammar
 
 
 def _never(st: State, grammar: Grammar, answer: CompileAnswer) -> None:

@@ -47,6 +47,7 @@ class Grammars:
 
     by_key: dict[GrammarKey, Grammar] = field(default_factory=dict)
     by_ticket: dict[int, Grammar] = field(default_factory=dict)
+    busy: dict[GrammarKey, Grammar] = field(default_factory=dict)  # refused as too many, oldest first
     tickets: int = 0
     boot: int = 0
 
@@ -83,6 +84,7 @@ def settle(st: "State", grammar: Grammar) -> None:
     """Forget an entry that nobody needs."""
     if not grammar.users and not grammar.ticket:
         st.grammars.by_key.pop(grammar.key, None)
+        st.grammars.busy.pop(grammar.key, None)
 
 
 def ask(st: "State", grammar: Grammar) -> None:
@@ -92,6 +94,7 @@ def ask(st: "State", grammar: Grammar) -> None:
     grammar.ticket, grammar.asked_ns, grammar.asked_boot = table.tickets, st.now, table.boot
     grammar.retry_ns = 0
     table.by_ticket[grammar.ticket] = grammar
+    table.busy.pop(grammar.key, None)
     st.total("grammar_compiles")
     rev = grammar.rev or grammar.made_under
     timeout_ms = st.limits.compile_ms

@@ -46,11 +46,11 @@ class GrammarService(grammar_pb2_grpc.GrammarServicer):
         await asyncio.Event().wait()
 
 
-@pytest.fixture
-async def scheduler(tmp_path):
-    metrics = Metrics()
+@pytest.fixture(params=[10_000])
+async def scheduler(tmp_path, request):
+    metrics, limits = Metrics(), SchedulerLimits(compile_ms=request.param)
     address = f"unix:{tmp_path / 'grammar'}.sock"
-    loop = SchedulerLoop(SchedulerLimits(), Health(), metrics, start_tracing("scheduler"), address)
+    loop = SchedulerLoop(limits, Health(), metrics, start_tracing("scheduler"), address)
     async with serving(tmp_path, "scheduler", SchedulerServicer(loop).add_to) as listening:
         task = asyncio.create_task(loop.run())
         loop.address, loop.rendered = listening, lambda: metrics.render().decode()
@@ -91,6 +91,14 @@ async def test_a_service_that_comes_late_is_found(scheduler, tmp_path):
             _, reply = await waiting
             assert reply.verdict is Verdict.ACCEPTED
     assert 'verdict="AWAY"' in scheduler.rendered()
+
+
+@pytest.mark.parametrize("scheduler", [200], indirect=True)
+async def test_a_compile_that_takes_too_long_is_refused_for_now(scheduler, tmp_path):
+    async with grammar_service(tmp_path) as service, GatewayProbe(scheduler.address) as gateway:
+        service.slow = True
+        _, reply = await gateway.submit([5], grammar=SOURCE)
+        assert reply.verdict is Verdict.GRAMMAR_LATER and reply.retry_after_ms and len(service.asked) == 1
 
 
 async def test_a_new_process_gets_the_live_grammars_again(scheduler, tmp_path):

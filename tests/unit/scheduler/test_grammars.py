@@ -140,6 +140,22 @@ def test_a_busy_or_absent_service_is_asked_again(outcome):
     m.idle()
 
 
+def test_who_was_refused_as_too_many_is_asked_for_when_a_compile_ends():
+    m, g = ready()
+    sources = [dataclasses.replace(SOURCE, text=text) for text in "abcd"]
+    first, *others = [m.submit(g, grammar=source, max_tokens=4) for source in sources]
+    for compile in m.compiles[1:]:
+        m.answer(Outcome.BUSY, compile=compile)
+    assert [c.text for c in m.compiles] == ["a"]
+    accept(m, first)
+    for j, text in zip(others, "bcd", strict=True):
+        assert [c.text for c in m.compiles] == [text]
+        accept(m, j)
+    m.run()
+    m.expect(first, *others)
+    m.idle()
+
+
 def test_a_new_request_waits_only_so_long():
     m, g = ready(grammar_wait_ms=3_000)
     lost, away = m.submit(g, grammar=SOURCE), m.submit(g, grammar=OTHER)
