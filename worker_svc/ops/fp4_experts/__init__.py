@@ -6,6 +6,7 @@ weight already in it, for the combine that is part of the next mHC boundary. Not
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -67,6 +68,10 @@ class Fp4Experts(Protocol):
 
     def plan(self, tokens: int, k: int) -> ExpertPlan:
         """Tiles for `tokens` tokens of k experts each; remembered, cheap."""
+        ...
+
+    def prepare(self, steps: Iterable[int], k: int) -> int:
+        """Compile the kernels of steps of so many tokens; how many there are."""
         ...
 
     def run(

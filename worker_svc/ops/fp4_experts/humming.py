@@ -8,6 +8,9 @@ heuristics for the GPU, with the exceptions measured in `_better`. Kernels compi
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -27,14 +30,15 @@ _INPUTS: dict[Activation, dict[str, Any]] = {
 
 @cache
 def package() -> Any:
-    """(layer class, heuristics function, product) of humming; ImportError names the package to install."""
+    """(layer class, heuristics, product, kernel class) of humming; ImportError names the package to install."""
     try:
         from humming import ops  # type: ignore[import-not-found, unused-ignore]
+        from humming.kernel.humming import HummingKernel  # type: ignore[import-not-found, unused-ignore]
         from humming.layer import HummingLayer  # type: ignore[import-not-found, unused-ignore]
         from humming.tune import get_heuristics_config  # type: ignore[import-not-found, unused-ignore]
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ImportError(f"FP4 experts need humming-kernels==0.1.20: {error}") from error
-    return HummingLayer, get_heuristics_config, ops.humming_gemm
+    return HummingLayer, get_heuristics_config, ops.humming_gemm, HummingKernel
 
 
 class HummingExperts:
@@ -58,6 +62,17 @@ class HummingExperts:
                 down = up
             self._plans[tokens, k] = ExpertPlan(tokens, up["block_shape"][0], json.dumps(up), json.dumps(down))
         return self._plans[tokens, k]
+
+    def prepare(self, steps: Iterable[int], k: int) -> int:
+        """Compile what steps of these many tokens need, on all cores; how many kernels those are."""
+        tiles = {(product, tile) for t in steps for product, tile in self._tiles(self.plan(t, k))}
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="compile") as pool:
+            for done in [pool.submit(product.prepare, tile) for product, tile in tiles]:
+                done.result()
+        return len(tiles)
+
+    def _tiles(self, plan: ExpertPlan) -> tuple[tuple[_Product, str], tuple[_Product, str]]:
+        return (self._up, plan.up), (self._down, plan.down)
 
     def run(
         self,
@@ -93,7 +108,7 @@ class _Product:
     """One grouped weight [E, N, K] in humming's layout."""
 
     def __init__(self, packed: Tensor, scale: Tensor, activation: Activation) -> None:
-        layer_class, self._heuristics, self._gemm = package()
+        layer_class, self._heuristics, self._gemm, self._kernel = package()
         experts, rows, half = packed.shape
         with torch.device(packed.device):
             layer = layer_class(
@@ -121,6 +136,10 @@ class _Product:
             if 192 < tokens <= 384:
                 return heuristic(512 * k)
         return heuristic(tokens * k)
+
+    def prepare(self, tile: str) -> None:
+        """Compile one tile, if it is not in the cache on disk."""
+        self._kernel.prepare_kernels(self._config, INDEXED, tile, self.layer.weight.device)
 
     def __call__(self, x: Tensor, scale: Tensor | None, order: Any, k: int, tile: str, out: Tensor) -> None:
         """out[slot] of every slot in `order`, from row slot // k of x."""

@@ -5,6 +5,8 @@ The oracle, and the CPU's path. On a GPU it works too, but asks the device which
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,10 @@ class TorchExperts:
     def plan(self, tokens: int, k: int) -> ExpertPlan:
         """Nothing to choose."""
         return ExpertPlan(tokens, 1)
+
+    def prepare(self, steps: Iterable[int], k: int) -> int:
+        """Nothing to compile."""
+        return 0
 
     def run(
         self,

@@ -43,13 +43,15 @@ def tile_bf16(rows: int, columns: int, inner: int) -> Tile:
     return Tile(16, step, 6 if rows <= 16 else 4, 2 if rows <= 16 else 4)
 
 
-def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor) -> None:
-    """See the door."""
+def fp8_grouped(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor, tile: Tile | None = None
+) -> None:
+    """See the door; `tile` is for tuning."""
     rows, groups, inner = codes.shape
     columns = weight.shape[1]
     if rows == 0:
         return
-    tile = tile_fp8(rows, columns * groups, inner)
+    tile = tile or tile_fp8(rows, columns * groups, inner)
     _fp8[(triton.cdiv(columns, tile.columns), groups)](
         codes,
         scale,
@@ -73,14 +75,14 @@ def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tens
     )
 
 
-def bf16(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """See the door."""
+def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> None:
+    """See the door; `tile` is for tuning."""
     rows, inner = x.shape
     parts = out.shape[0] if out.dim() == 3 else 1
     columns = weight.shape[0]
     if rows == 0:
         return
-    tile = tile_bf16(rows, columns, inner)
+    tile = tile or tile_bf16(rows, columns, inner)
     _bf16[(triton.cdiv(columns, tile.columns), parts)](
         x,
         weight,
