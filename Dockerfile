@@ -1,4 +1,4 @@
-# Two images: `control` (gateway, scheduler; no torch) and `cpu` (the same with a worker).
+# Two images: `control` (gateway, scheduler; no torch) and `cpu` (the same with a worker and the grammar service).
 #
 #   docker build --target control -t v4mesh:0.1.0-control .
 #   docker build --target cpu     -t v4mesh:0.1.0-cpu .
@@ -18,7 +18,9 @@ RUN /opt/v4mesh/bin/pip install --quiet -c constraints.txt ${PIP_ARGS} '.[gatewa
 
 FROM build AS build-cpu
 ARG PIP_ARGS=
-RUN /opt/v4mesh/bin/pip install --quiet -c constraints.txt ${PIP_ARGS} '.[cpu]'
+# xgrammar names triton (200 MB), which the grammar service never uses.
+RUN /opt/v4mesh/bin/pip install --quiet -c constraints.txt ${PIP_ARGS} '.[cpu]' transformers apache-tvm-ffi pydantic \
+ && /opt/v4mesh/bin/pip install --quiet -c constraints.txt ${PIP_ARGS} --no-deps xgrammar
 
 FROM ${BASE} AS runtime
 RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin v4mesh

@@ -20,7 +20,12 @@ _URL = re.compile(r"http://127\.0\.0\.1:\d+")
 
 @contextlib.contextmanager
 def running_mesh(*flags: str) -> Iterator[str]:
-    """Start `v4mesh up --port 0 FLAGS` and yield its base URL once a worker serves; stop it cleanly afterwards."""
+    """Start `v4mesh up --port 0 FLAGS` and yield its base URL once a worker serves; stop it cleanly afterwards.
+
+    Without a --grammar among the flags there is no grammar service: most who measure here send nothing constrained.
+    """
+    if "--grammar" not in flags:
+        flags = ("--grammar", "off", *flags)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "mesh.log"
         with log.open("w") as out:

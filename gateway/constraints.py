@@ -36,6 +36,10 @@ class Constraint:
     param: str
     tools: tuple[int, ...] = ()
 
+    @property
+    def is_json(self) -> bool:
+        return self.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+
     def source(self, *, thinking: bool) -> GrammarSource:
         """`thinking`: the output begins with reasoning, which is left alone."""
         return GrammarSource(kind=self.kind, text=self.text, thinking=thinking)

@@ -70,7 +70,7 @@ def note_jobs(caller: Caller, jobs: Sequence[Job]) -> None:
         "gen_ai.request.frequency_penalty": params.frequency_penalty,
         "gen_ai.request.presence_penalty": params.presence_penalty,
         "gen_ai.request.choice.count": sum(len(job.choices) for job in jobs),
-        "gen_ai.output.type": "text",
+        "gen_ai.output.type": "json" if (asked := jobs[0].constraint) is not None and asked.is_json else "text",
     }
 
 

@@ -40,7 +40,8 @@ Pids = Callable[[], dict[str, int]]
 def demo(screen: Screen, *, model: str | None, question: str, max_tokens: int, seed: int, victim: str | None) -> int:
     """Start a mesh, stream one answer, stop, and say how to go on."""
     # Only deterministic arithmetic promises the same tokens from a resumed answer, whose steps are cut differently.
-    plan = make_plan(UpConfig(model=model or "", port=0, deterministic=victim is not None), None)
+    config = UpConfig(model=model or "", port=0, deterministic=victim is not None, grammar="off")
+    plan = make_plan(config, None)
 
     def ready(running: MeshPlan, seconds: float) -> None:
         screen.note(f"ready in {seconds:.1f} s · {running.url} · model {running.name}")

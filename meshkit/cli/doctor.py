@@ -29,7 +29,7 @@ from meshkit.exit_codes import Exit, Problem, ProblemsError
 Status = Literal["ok", "warn", "fail"]
 MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 15)
-EXTRAS = {"gateway": "aiohttp", "worker": "torch", "test": "pytest"}
+EXTRAS = {"gateway": "aiohttp", "worker": "torch", "grammar": "xgrammar", "test": "pytest"}
 GPU_NONE = (
     "no NVIDIA GPU is visible (driver library absent). Laptop? add --device cpu. In Docker? the service needs a device "
     "reservation or --gpus all; toolkit check: nvidia-ctk --version"
@@ -110,7 +110,7 @@ def torch_row() -> Iterator[Row]:
 def extras_rows() -> Iterator[Row]:
     """Which services this installation can run."""
     there = [name for name, package in EXTRAS.items() if importlib.util.find_spec(package)]
-    missing = [name for name in ("gateway", "worker") if name not in there]
+    missing = [name for name in ("gateway", "worker", "grammar") if name not in there]
     if missing:
         fix = f'pip install "v4mesh[{",".join(missing)}]"'
         yield Row("extras", "warn", f"installed: {', '.join(there) or 'none'}; missing: {', '.join(missing)}", fix)

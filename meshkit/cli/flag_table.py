@@ -82,6 +82,13 @@ def redis_url(text: str) -> str:
     return text
 
 
+def optional_blank(text: str) -> str:
+    """A pattern of at most one blank character between JSON tokens, which is what is allowed anyway."""
+    if text not in ONE_BLANK:
+        raise ValueError(f"must be one of {', '.join(ONE_BLANK)}: at most one blank is allowed between JSON tokens")
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One flag or variable. `quiet` are values that ask for nothing beyond what runs anyway."""
@@ -117,6 +124,7 @@ class Answer:
 
 MOE_BACKENDS = ("deep_gemm", "flashinfer_trtllm", "flashinfer_cutedsl")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority", "tlru")
+ONE_BLANK = ("[ ]?", " ?", r"[\n ]?", r"[\n\t ]?", r"\s?")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 FLAGS: tuple[Entry, ...] = (
@@ -241,6 +249,27 @@ FLAGS: tuple[Entry, ...] = (
         parse=one_of(*SCHEMES),
         does="the worker rounds as this scheme does, if the checkpoint has its format",
         quiet=("auto", "exact"),
+    ),
+    Entry(
+        name="--grammar-backend",
+        promise="What compiles constraints on the output; none: constrained requests are refused.",
+        ours="up.grammar",
+        parse=one_of("xgrammar", "none"),
+        does="a grammar service with its standby compiles constraints and computes masks, or none does",
+    ),
+    Entry(
+        name="--constrained-json-disable-any-whitespace",
+        promise="Write constrained JSON without blanks between its tokens.",
+        ours="grammar.json_whitespace",
+        switch=True,
+        does="the grammar service allows no blank between JSON tokens",
+    ),
+    Entry(
+        name="--constrained-json-whitespace-pattern",
+        promise="Which blanks may stand between JSON tokens.",
+        ours="grammar.json_whitespace",
+        parse=optional_blank,
+        quiet=ONE_BLANK,
     ),
     Entry(
         name="--enable-torch-compile",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from meshkit.cli.http_client import Endpoint, get_answer
@@ -21,12 +22,13 @@ from meshkit.cli.progress import Progress, open_progress
 from meshkit.cli.screen import Screen
 from meshkit.config import environment
 from meshkit.exit_codes import Exit, Problem, ProblemsError
-from meshkit.supervisor import ServiceSpec, Supervisor
+from meshkit.supervisor import Probe, ServiceSpec, Supervisor
 
 DEFAULT_PORT = 8000
 SELF = (sys.executable, "-m", "meshkit.cli")
 Work = Callable[["MeshPlan", Callable[[], dict[str, int]]], int]  # (what runs, pids of the services) -> exit status
-DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0}  # at most; the supervisor bounds their sum
+DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.0}  # at most; the supervisor bounds their sum
+STANDBY = "-standby"  # a second process of a service, which takes over when the first one dies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,8 @@ class MeshPlan:
     gateway_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
     worker_flags: tuple[str, ...] = ()
+    grammar: bool = False  # a grammar service with its standby; without, constrained requests are refused
+    grammar_flags: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -53,9 +57,13 @@ class MeshPlan:
         socket = f"unix:{run_dir / 'scheduler.sock'}"
         model = ("--model", str(self.model))
         listen = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        masks = f"unix:{run_dir / 'grammar.sock'}"
+        asks = ("--grammar", masks) if self.grammar else ()
+        grammar = ("grammar", "--listen", masks, *model, *self.grammar_flags)
         return {
-            "scheduler": ("scheduler", "--listen", socket, *self.scheduler_flags),
-            "worker": ("worker", "--scheduler", socket, *model, *self.worker_flags),
+            "scheduler": ("scheduler", "--listen", socket, *asks, *self.scheduler_flags),
+            **({"grammar": grammar, f"grammar{STANDBY}": grammar} if self.grammar else {}),
+            "worker": ("worker", "--scheduler", socket, *asks, *model, *self.worker_flags),
             "gateway": ("gateway", "--listen-http", listen, "--scheduler", socket, *model, *self.gateway_flags),
         }
 
@@ -65,7 +73,7 @@ def preflight(plan: MeshPlan) -> list[Problem]:
     problems = check_model_folder(plan.model)
     if not problems:
         problems = check_memory(plan.model)
-    return [*check_extras(), *problems, *(check_port(plan.host, plan.port) if plan.port else [])]
+    return [*check_extras(grammar=plan.grammar), *problems, *(check_port(plan.host, plan.port) if plan.port else [])]
 
 
 def run_mesh(
@@ -157,11 +165,10 @@ async def _tick(progress: Progress) -> None:
 
 def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpec]:
     here = Endpoint.parse(plan.url)
-    socket = run_dir / "scheduler.sock"
 
-    async def scheduler_listens() -> bool:
+    async def listens(name: str) -> bool:
         try:
-            _, writer = await asyncio.open_unix_connection(str(socket))
+            _, writer = await asyncio.open_unix_connection(str(run_dir / f"{name}.sock"))
         except OSError:
             return False
         writer.close()
@@ -175,16 +182,21 @@ def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpe
         progress.why["worker"] = why
         return status == 200
 
-    probes = {"scheduler": scheduler_listens, "worker": worker_serves, "gateway": gateway_serves}
+    probes: dict[str, Probe] = {
+        "scheduler": partial(listens, "scheduler"),
+        "grammar": partial(listens, "grammar"),
+        "worker": worker_serves,
+        "gateway": gateway_serves,
+    }
     return [
         ServiceSpec(
             name=name,
             argv=(*SELF, *line),
-            probe=probes[name],
+            probe=probes.get(name),  # a standby has nothing to show
             probe_every_s=0.3
             if name == "worker"
             else 0.1,  # a worker takes seconds, and the gateway logs each question
-            drain_s=DRAIN_S[name],
+            drain_s=DRAIN_S[name.removesuffix(STANDBY)],
         )
         for name, line in plan.command_lines(run_dir).items()
     ]

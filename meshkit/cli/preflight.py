@@ -23,11 +23,17 @@ from meshkit.exit_codes import Exit, Problem
 from meshkit.numerics_names import FOREIGN_SCHEMES
 
 NEEDED = {"worker": "torch", "gateway": "aiohttp"}
+COMPILER = "xgrammar"  # what the grammar service needs
 LONGEST_SOCKET_NAME = "/scheduler.sock"
 
 
-def check_extras() -> list[Problem]:
-    """Are the packages there that the services import? Looked up, not imported."""
+def has_compiler() -> bool:
+    """Can a grammar service run here? Looked up, not imported."""
+    return importlib.util.find_spec(COMPILER) is not None
+
+
+def check_extras(*, grammar: bool = False) -> list[Problem]:
+    """Are the packages there that the services import? Looked up, not imported. `grammar`: that service is wanted."""
     return [
         Problem(
             "EXTRA",
@@ -35,7 +41,7 @@ def check_extras() -> list[Problem]:
             f"the {service} needs the package {package}, which is not installed",
             f'pip install "v4mesh[{service}]"',
         )
-        for service, package in NEEDED.items()
+        for service, package in (NEEDED | ({"grammar": COMPILER} if grammar else {})).items()
         if importlib.util.find_spec(package) is None
     ]
 

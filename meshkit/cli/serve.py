@@ -20,6 +20,7 @@ from meshkit.cli.up import UpConfig, banner, plan_or_refuse, print_commands, war
 from meshkit.config import environment, load
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
+GRAMMAR = {"xgrammar": "on", "none": "off"}
 UP_FIELDS = ("host", "port", "kv_cache_dtype", "quantization")  # flags of the guide that `up` has too
 
 
@@ -52,10 +53,15 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     values = {a.entry.field: a.value for a in answers if a.entry in FLAGS}
     flags = {k: given[k] for k in ("served_model_name", "device", "deterministic", "api_key_file", "run_dir")}
     flags |= {k: values.get(k) for k in UP_FIELDS}
+    flags["grammar"] = GRAMMAR.get(values.get("grammar_backend", ""))
     config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value
     problems += check_config(file)
     plan = plan_or_refuse(config, file, problems)
-    plan = replace(plan, scheduler_flags=(*plan.scheduler_flags, *scheduler_flags(answers)))
+    plan = replace(
+        plan,
+        scheduler_flags=(*plan.scheduler_flags, *scheduler_flags(answers)),
+        grammar_flags=(*plan.grammar_flags, *grammar_flags(values)),
+    )
     problems += check_scheme(plan.model, config.quantization)
     if problems and launcher == "print":
         raise ProblemsError(problems)
@@ -77,6 +83,11 @@ def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
         if section == "scheduler" and found.status == "applied":
             flags += [f"--{key.replace('_', '-')}", str(found.value)]
     return tuple(flags)
+
+
+def grammar_flags(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The grammar service's options that were asked for under the guide's names."""
+    return ("--json-whitespace", "0") if values.get("constrained_json_disable_any_whitespace") else ()
 
 
 def understand(

@@ -16,7 +16,7 @@ from meshkit.cli.config_file import check_config, config_path
 from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT, MeshPlan, run_mesh
 from meshkit.cli.model_folder import find_model
-from meshkit.cli.preflight import check_api_keys, check_port, check_scheme
+from meshkit.cli.preflight import check_api_keys, check_port, check_scheme, has_compiler
 from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import FieldError, load
 from meshkit.exit_codes import Exit, Problem, ProblemsError
@@ -37,6 +37,7 @@ class UpConfig:
     quantization: str = ""
     kv_cache_dtype: str = ""
     deterministic: bool = False
+    grammar: str = "auto"  # constrained output: on, off, or auto: on where the compiler is installed
     api_key_file: str = ""  # empty: everybody may call
     run_dir: str = ""  # folder for sockets; empty: a private one, removed at the end
 
@@ -45,6 +46,8 @@ class UpConfig:
             raise FieldError("port", "must be 0 (a free one) to 65535")
         if self.backend not in ("model", "sim"):
             raise FieldError("backend", "must be model or sim")
+        if self.grammar not in ("auto", "on", "off"):
+            raise FieldError("grammar", "must be auto, on or off")
         if self.device != "cpu":
             raise FieldError("device", "must be cpu: the forward pass on GPUs is not built yet")
         for name, there in (("kv_cache_dtype", KV_DTYPES), ("quantization", SCHEMES)):
@@ -63,6 +66,7 @@ class UpConfig:
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
+@click.option("--grammar", type=click.Choice(["auto", "on", "off"]), help="Constrained output (auto: if installed).")
 @click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
 @click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")
 @click.option("--launcher", type=click.Choice(["local", "print"]), default="local", help="print: only the commands.")
@@ -81,8 +85,8 @@ def up(
     quiet: bool,
     **flags: str | int | bool | None,
 ) -> int:
-    """Start gateway, scheduler and worker here. MODEL is a folder or a hub id found in local caches; without it, the
-    shipped demo model runs on the CPU."""
+    """Start gateway, scheduler, worker and grammar service here. MODEL is a folder or a hub id found in local caches;
+    without it, the shipped demo model runs on the CPU."""
     file = config_path(screen)
     config = load(UpConfig, "up", file=file, flags={"model": model or model_path, **flags}).value
     problems = check_config(file)
@@ -140,6 +144,8 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
         gateway_flags=(*shared, *gateway),
         scheduler_flags=shared,
         worker_flags=(*shared, *worker),
+        grammar=config.grammar == "on" or (config.grammar == "auto" and has_compiler()),
+        grammar_flags=(*shared, "--drain-s", "0.5"),
     )
 
 

@@ -41,6 +41,9 @@ GUIDE: dict[str, tuple[list[str], list[str]]] = {
     "--attention-cp-size": (["1", "4"], ["0"]),
     "--kv-cache-dtype": (["fp8", "fp8_e4m3", "fp8_e5m2", "bf16"], ["int4", "fp7"]),
     "--quantization": (["fp8", "fp4", "w4a8", "compressed-tensors"], ["int3", "gguf"]),
+    "--grammar-backend": (["xgrammar", "none"], ["outlines", ""]),
+    "--constrained-json-disable-any-whitespace": ([""], []),
+    "--constrained-json-whitespace-pattern": (["[ ]?", r"[\n\t ]?"], ["[ ]*", ""]),
     "--enable-torch-compile": ([""], []),
     "--speculative-algorithm": (["MTP", "EAGLE", "DFLASH"], ["MEDUSA"]),
     "--speculative-num-steps": (["1", "3"], ["-1", "1000", "x"]),
@@ -68,6 +71,8 @@ IN_EFFECT = {
     "--trust-remote-code",
     "--kv-cache-dtype",
     "--quantization",
+    "--grammar-backend",
+    "--constrained-json-disable-any-whitespace",
     "SGLANG_RADIX_CACHE_TARGET_SLIDING_WINDOW",
     "SGLANG_SCHEDULE_CONSERVATIVENESS",
 }
@@ -114,7 +119,7 @@ def test_each_flag_is_parsed_by_serve(entry: Entry, capsys: pytest.CaptureFixtur
         status = main(["serve", *line, *extra, "--launcher", "print"])
         out, err = capsys.readouterr()
         assert status == 0, err
-        assert len(out.splitlines()) == 3
+        assert {line.split()[1] for line in out.splitlines()} == {"scheduler", "grammar", "worker", "gateway"}
         if entry.needs and good != "1":
             assert err.count(f"recognised: {entry.name}") == 1
 
@@ -142,7 +147,7 @@ def test_each_variable_is_read_under_all_its_names(
 
 def test_flags_in_effect_reach_the_services(capsys: pytest.CaptureFixture[str]):
     line = ["--model-path", str(DEFAULT_MODEL), "--host", "0.0.0.0", "--port", "30000", "--kv-cache-dtype", "fp8_e5m2"]
-    assert main(["serve", *line, "--quantization", "w4a8", "--launcher", "print"]) == 0
+    assert main(["serve", *line, "--quantization", "w4a8", "--grammar-backend", "none", "--launcher", "print"]) == 0
     scheduler, worker, gateway = (shlex.split(row) for row in capsys.readouterr().out.splitlines())
     assert scheduler[:2] == ["v4mesh", "scheduler"]
     assert worker[worker.index("--kv-cache-dtype") + 1] == "fp8_e5m2"
@@ -151,11 +156,24 @@ def test_flags_in_effect_reach_the_services(capsys: pytest.CaptureFixture[str]):
     assert gateway[gateway.index("--listen-http") + 1] == "0.0.0.0:30000"
 
 
+def test_the_grammar_service_and_its_standby_serve_scheduler_and_worker(capsys: pytest.CaptureFixture[str]):
+    line = ["--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace"]
+    assert main(["serve", *line, "--launcher", "print"]) == 0
+    scheduler, grammar, standby, worker, gateway = (shlex.split(row) for row in capsys.readouterr().out.splitlines())
+    socket = grammar[grammar.index("--listen") + 1]
+    assert grammar == standby and grammar[grammar.index("--json-whitespace") + 1] == "0"
+    assert scheduler[scheduler.index("--grammar") + 1] == worker[worker.index("--grammar") + 1] == socket
+    assert "--grammar" not in gateway
+    assert main(["up", "--grammar", "off", "--launcher", "print"]) == 0
+    assert "grammar" not in capsys.readouterr().out
+
+
 def test_the_guides_launch_command_is_understood_whole(capsys: pytest.CaptureFixture[str]):
     args = shlex.split(LAUNCH.format(model=DEFAULT_MODEL).replace("\n", " "))
     assert main([*args, "--launcher", "print"]) == 0
     out, err = capsys.readouterr()
-    assert [row.split()[1] for row in out.splitlines()] == ["scheduler", "worker", "gateway"]
+    services = ["scheduler", "grammar", "grammar", "worker", "gateway"]
+    assert [row.split()[1] for row in out.splitlines()] == services
     given = [e.name for e in FLAGS if e.name in args]
     said = {name: [n for n in given if (n in IN_EFFECT) == (name == "applied")] for name in ("applied", "recognised")}
     assert len(given) == sum(a.startswith("--") for a in args)

@@ -139,6 +139,16 @@ def test_a_missing_extra_is_named_before_anything_starts(
     assert 'pip install "v4mesh[worker]"' in err
 
 
+def test_a_grammar_service_that_is_asked_for_must_be_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preflight, "COMPILER", "no_such_compiler")
+    assert main(["up", "--port", "0", "--grammar", "on"]) == Exit.USAGE
+    err = capsys.readouterr().err
+    assert "EXTRA  the grammar needs the package no_such_compiler" in err and '"v4mesh[grammar]"' in err
+    assert not make_plan(UpConfig(), None).grammar and make_plan(UpConfig(grammar="on"), None).grammar
+
+
 def test_a_port_in_use_names_its_owner(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

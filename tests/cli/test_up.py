@@ -26,7 +26,7 @@ from tests.cli.test_flags import IN_EFFECT, LAUNCH
 ROOT = Path(__file__).parents[2]
 READY_LIMIT_S = 100.0  # a busy CI machine; `python -m benchmarks startup` holds the promise of 15 s
 pytestmark = pytest.mark.timeout(240)
-NAMES = ("scheduler", "worker", "gateway")
+NAMES = ("scheduler", "grammar", "worker", "gateway")
 
 
 class Up:
@@ -165,20 +165,21 @@ def _ready(url: str) -> bool:
 
 def test_ctrl_c_ends_everything_within_five_seconds(mesh: Up):
     processes = list(mesh.services().values())
-    run_folders = {arg for p in processes for arg in p.cmdline() if arg.startswith("unix:")}
+    sockets = [arg for p in processes for arg in p.cmdline() if arg.startswith("unix:")]
+    run_folders = {Path(arg.removeprefix("unix:")).parent for arg in sockets}
     began = time.monotonic()
     mesh.process.send_signal(signal.SIGINT)
     assert mesh.process.wait(10) == Exit.INTERRUPTED, mesh.output
     assert time.monotonic() - began < 5
     assert gone(processes)
-    (address,) = run_folders
-    assert not Path(address.removeprefix("unix:")).parent.exists()
+    (folder,) = run_folders
+    assert not folder.exists()
     assert "Traceback" not in mesh.output
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_stop_while_starting_has_the_status_of_its_signal(number: signal.Signals, status: int):
-    up = Up("up", "--port", "0", "--quiet")
+    up = Up("up", "--port", "0", "--grammar", "off", "--quiet")
     try:
         up.wait_for(r"^scheduler +ready")
         up.process.send_signal(number)
@@ -188,7 +189,7 @@ def test_a_stop_while_starting_has_the_status_of_its_signal(number: signal.Signa
 
 
 def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
-    up = Up("up", "--port", "0", "--quantization", "fp8")
+    up = Up("up", "--port", "0", "--grammar", "off", "--quantization", "fp8")
     try:
         assert up.process.wait(100) == Exit.CONFIG, up.output
         up.reader.join()
@@ -210,7 +211,7 @@ def test_the_guides_launch_command_starts_answers_and_leaves_nothing_when_killed
         assert len(waiting) == sum(word.startswith("--") and word not in IN_EFFECT for word in launch.split())
         assert "everybody who reaches port" in up.output
         services = list(up.services().values())
-        assert len(services) == 3
+        assert len(services) == len(NAMES)
         up.process.kill()
         assert gone(services), "services outlive a supervisor that was killed"
     finally:

@@ -5,6 +5,7 @@ Not covered: what only an engine does (images, users, capabilities, networks, tm
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,8 @@ def config() -> dict[str, Any]:
 
 def test_compose_accepts_the_file_and_every_profile():
     assert set(compose("config", "--services").split()) == {"scheduler", "gateway"}
-    assert set(compose("--profile", "cpu", "config", "--services").split()) == {"scheduler", "gateway", "worker-cpu"}
+    every = {"scheduler", "gateway", "worker-cpu", "grammar", "grammar-standby"}
+    assert set(compose("--profile", "cpu", "config", "--services").split()) == every
 
 
 def test_nothing_is_published_beyond_loopback_unless_asked(config: dict[str, Any]):
@@ -69,6 +71,16 @@ def test_the_gateway_does_not_wait_for_weights(config: dict[str, Any]):
     assert set(config["services"]["gateway"]["depends_on"]) == {"scheduler"}
     for service in config["services"].values():
         assert service["healthcheck"]["start_period"] == "40m0s"
+
+
+def test_scheduler_worker_and_both_grammar_services_name_one_socket(config: dict[str, Any]):
+    commands = {name: service["command"] for name, service in config["services"].items()}
+    (socket,) = {flag[flag.index("--grammar") + 1] for name, flag in commands.items() if "--grammar" in flag}
+    assert {name for name, flag in commands.items() if "--grammar" in flag} == {"scheduler", "worker-cpu"}
+    assert commands["grammar"] == commands["grammar-standby"] and socket in commands["grammar"]
+    ring = commands["grammar"][commands["grammar"].index("--ring-dir") + 1]
+    for name in ("grammar", "grammar-standby", "worker-cpu"):  # the ring lies where all three can map it
+        assert ring in [volume["target"] for volume in config["services"][name]["volumes"]]
 
 
 def test_the_images_dockerfile_targets_exist(config: dict[str, Any]):
@@ -172,4 +184,9 @@ def test_the_compose_file_serves_a_chat_as_processes(mesh: tuple[dict[str, Local
         answer = json.load(reply)
     assert answer["choices"][0]["message"]["content"]
     assert answer["usage"]["completion_tokens"] == 8
-    assert [running[name].stop() for name in ("gateway", "worker-cpu", "scheduler")] == [0, 0, 0]
+    shaped = {**body, "max_tokens": 60, "regex": "[0-9]{4}-[a-f]{3}", "chat_template_kwargs": {"thinking": False}}
+    request.data = json.dumps(shaped).encode()
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert re.fullmatch("[0-9]{4}-[a-f]{3}", json.load(reply)["choices"][0]["message"]["content"])
+    order = ("gateway", "worker-cpu", "grammar-standby", "grammar", "scheduler")
+    assert [running[name].stop() for name in order] == [0] * len(order)
