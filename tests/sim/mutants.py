@@ -369,8 +369,8 @@ def _partial_page_forgotten(original: Any) -> Any:
 
 
 def _parked_advances(original: Any) -> Any:
-    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...]) -> int:
-        found = original(self, row, tokens)
+    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...], *, failed: bool = False) -> int:
+        found = original(self, row, tokens, failed=failed)
         if row.sample_last and not tokens and row.slot in self.places:
             self.places[row.slot].length += 1
         return found
@@ -415,8 +415,8 @@ def _touched_kept(original: Any) -> Any:
 
 
 def _refresh_forgotten(original: Any) -> Any:
-    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...]) -> int:
-        original(self, row, tokens)
+    def advance(self: ResidentSlots, row: Any, tokens: tuple[int, ...], *, failed: bool = False) -> int:
+        original(self, row, tokens, failed=failed)
         return 0
 
     return advance
