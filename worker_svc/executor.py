@@ -9,10 +9,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +23,8 @@ from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.work import SAMPLING_FAULT, Fault, RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
 from worker_svc.kv.layout import KvLayout
 from worker_svc.kv.pools import KvPools
-from worker_svc.masks.source import READY, Answer, Ask, MaskRows, MaskSource, NoMasks, Told
+from worker_svc.masks.constraints import UNMASKED, Constraints, Place, SlotMask
+from worker_svc.masks.source import MaskSource
 from worker_svc.model.mtp import DraftLayer
 from worker_svc.model.step import ForwardInputs, Row
 from worker_svc.model.transformer import V4Transformer
@@ -39,22 +38,7 @@ Progress = Callable[[str, int, int], None]
 ONE_THREAD_BELOW = 64_000_000
 """Multiply-adds of a step below which threads cost more than they save: decode of a small model, a few rows."""
 
-LEAST_WAIT_S = 0.0003
-"""How long a step waits for masks that are late, at least; longer steps wait this share of their forward."""
-WAIT_SHARE = 0.05
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Mask:
-    """Whether a row may be sampled, and its mask [places, words]; None: nothing is masked."""
-
-    answer: Answer
-    rows: MaskRows | None = None
-
-
-UNMASKED = _Mask(READY)
 
 
 class CpuExecutor:
@@ -75,14 +59,12 @@ class CpuExecutor:
         self._work_per_token = _work_per_token(pools.layout.config)
         self._samplers: dict[int, SamplerState] = {}
         self._resident = ResidentSlots()
-        self._masks: MaskSource = NoMasks()
-        self._constrained: dict[int, int] = {}  # slot -> its generation
-        self._mask_rows: MaskRows = np.empty((0, 0), np.int32)
+        self._constraints = Constraints()
         self.sampling_faults = 0  # rows whose logits held NaN or infinity or allowed nothing
 
     def use_masks(self, masks: MaskSource) -> None:
         """Where the masks of constrained slots come from; before the first step."""
-        self._masks = masks
+        self._constraints.source = masks
 
     @staticmethod
     def load(
@@ -142,13 +124,10 @@ class CpuExecutor:
         """Run one step, in the order of `StepWork`. An exception means that the step did not happen."""
         started = time.monotonic_ns()
         self._set_threads(work)
-        self._masks.bind(work.inits)
+        self._constraints.begin(work.inits)
         for init in work.inits:
             self._samplers[init.slot] = self._sampler(init)
             self._resident.init(init)
-            self._constrained.pop(init.slot, None)
-            if init.grammar_id:
-                self._constrained[init.slot] = init.slot_gen
         for copy in work.copies:
             self._resident.copy(copy.src, copy.dst)
             self.pools.copy_slot(copy.src, copy.dst)
@@ -167,7 +146,8 @@ class CpuExecutor:
         for row, outcome in zip(live, sampled, strict=True):
             if pos := self._resident.advance(row, outcome.tokens, failed=outcome.fault is not None):
                 self.pools.refresh_tail(row.slot, pos, row.spare)
-        self._masks.tell([told for told in map(self._told, live, sampled) if told is not None])
+        ended = self._resident.ended
+        self._constraints.tell((r.slot, r.out_pos, o, ended(r.slot)) for r, o in zip(live, sampled, strict=True))
         outcomes = iter(sampled)
         return tuple(RowOutcome(()) if row is None else next(outcomes) for row in resolved)
 
@@ -179,7 +159,8 @@ class CpuExecutor:
         inputs = tuple(_model_row(row, tuple(saves.get(row.slot, ()))) for row in rows)
         began = time.monotonic()
         logits = self.model.forward(ForwardInputs(ids, inputs))
-        masks = self._take_masks(rows, time.monotonic() - began)
+        sampling = (Place(row.slot, row.out_pos, row.sample_last) for row in rows if row.sample_last)
+        masks = self._constraints.take(sampling, rows=len(rows), forward_s=time.monotonic() - began)
         outcomes, first = [], 0
         for row in rows:
             outcomes.append(self._sample(row, logits[first : first + row.sample_last], masks.get(row.slot, UNMASKED)))
@@ -190,34 +171,7 @@ class CpuExecutor:
                 self._samplers[row.slot].accept(outcome.tokens)
         return outcomes
 
-    def _take_masks(self, rows: Sequence[RowWork], forward_s: float) -> dict[int, "_Mask"]:
-        """What there is for the sampling rows of constrained slots, by slot."""
-        asks = [
-            Ask(row.slot, self._constrained[row.slot], row.out_pos, row.sample_last)
-            for row in rows
-            if row.sample_last and row.slot in self._constrained
-        ]
-        if not asks:
-            return {}
-        places = sum(ask.places for ask in asks)
-        if len(self._mask_rows) < places:
-            self._mask_rows = np.empty((places, self._masks.words), np.int32)
-        wait_s = max(LEAST_WAIT_S, WAIT_SHARE * forward_s)
-        answers = self._masks.take(asks, self._mask_rows, wait_s=wait_s, alone=len(asks) == len(rows))
-        masks, first = {}, 0
-        for ask, answer in zip(asks, answers, strict=True):
-            masks[ask.slot] = _Mask(answer, self._mask_rows[first : first + ask.places])
-            first += ask.places
-        return masks
-
-    def _told(self, row: RowWork, outcome: RowOutcome) -> Told | None:
-        """What the masks' source must hear of a row: nothing of one that is not constrained, or was parked."""
-        slot_gen = self._constrained.get(row.slot)
-        if slot_gen is None or not (outcome.tokens or outcome.fault):
-            return None
-        return Told(row.slot, slot_gen, row.out_pos, outcome.tokens, self._resident.ended(row.slot))
-
-    def _sample(self, row: RowWork, logits: Tensor, mask: "_Mask") -> RowOutcome:
+    def _sample(self, row: RowWork, logits: Tensor, mask: SlotMask) -> RowOutcome:
         """Tokens of one row: a draft is accepted iff it equals the token sampled before it, and the first that
         does not ends the row. A fault behind accepted drafts is left for the step that starts there."""
         if not row.sample_last:

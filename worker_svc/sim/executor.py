@@ -10,7 +10,7 @@ No torch, no weights.
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from meshkit.types import PAGE_TOKENS, ModelInfo, TokenLogprobs
 from worker_svc.core.work import SAMPLING_FAULT, Fault, RowOutcome, RowWork, StepOutcome, StepWork
-from worker_svc.masks.source import Answer, Ask, MaskRows, MaskSource, NoMasks, Told
+from worker_svc.masks.constraints import Constraints, Place, SlotMask
+from worker_svc.masks.source import Answer, MaskSource
 from worker_svc.sim.cost import FlashOnH200, Load
 from worker_svc.sim.state import I64, Numbers, SlotArrays
 
@@ -28,12 +29,7 @@ SPIN_NS: Final = 1_500_000
 HOLD_NS: Final = 50_000
 """And the very last without even that: who yields has to get the right to run Python back."""
 
-LEAST_WAIT_S: Final = 0.0003
-WAIT_SHARE: Final = 0.05
-"""How long a step waits for masks that are late: this share of it, but not less than the above."""
-
 _NOTHING: Final = RowOutcome(())
-_NO_MASKS: Final = np.empty((0, 0), np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,14 +55,6 @@ class _Batch:
     feeding: NDArray[np.bool_]
     sampling: NDArray[np.bool_]
     has_chunks: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """Of the sampling rows of constrained slots, by index of the row: mask row, or why it is not sampled."""
-
-    ready: dict[int, MaskRows]
-    refused: dict[int, Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +84,12 @@ class SimExecutor:
         self._free_ns = 0
         self._queue: deque[Launched] = deque()
         self._logprobs: dict[int, int] = {}  # slots that asked -> alternatives
-        self._masks: MaskSource = NoMasks()
-        self._mask_rows: MaskRows = _NO_MASKS
+        self._constraints = Constraints()
         self._named: set[int] = set()  # constrained slots, as launched
-        self._constrained: dict[int, int] = {}  # constrained slots, as computed -> generation
 
     def use_masks(self, masks: MaskSource) -> None:
         """Where the masks of constrained slots come from; before the first step."""
-        self._masks = masks
+        self._constraints.source = masks
 
     def launch(self, work: StepWork) -> Launched:
         """Everything but the time, unless masks have to be waited for."""
@@ -112,7 +98,7 @@ class SimExecutor:
             (self._named.add if init.grammar_id else self._named.discard)(init.slot)
         if not self._named and all(step.rows is not None for step in tuple(self._queue)):
             batch = self._begin(launched)
-            launched.rows = self._outcomes(batch, work, None)
+            launched.rows = self._outcomes(batch, work, {})
         self._queue.append(launched)
         return launched
 
@@ -146,15 +132,12 @@ class SimExecutor:
     def _begin(self, launched: Launched) -> _Batch:
         """What comes before a forward; sets how long the step takes."""
         state, work = self._slots, launched.work
-        self._masks.bind(work.inits)
+        self._constraints.begin(work.inits)
         for init in work.inits:
             state.init(init)
             self._logprobs.pop(init.slot, None)
             if init.params.top_logprobs >= 0:
                 self._logprobs[init.slot] = init.params.top_logprobs
-            self._constrained.pop(init.slot, None)
-            if init.grammar_id:
-                self._constrained[init.slot] = init.slot_gen
         for copy in work.copies:
             state.copy(copy.src, copy.dst)
         for tail in work.tail_loads:
@@ -174,57 +157,43 @@ class SimExecutor:
         launched.takes_ns = self.cost.step_ns(load)
         return _Batch(rows, numbers, feeding, sampling, has_chunks)
 
-    def _take(self, batch: _Batch, step_s: float) -> _Masks | None:
-        """The masks of a batch; None if it needs none."""
-        indices = [i for i in np.flatnonzero(batch.sampling).tolist() if batch.rows[i].slot in self._constrained]
-        if not indices:
-            return None
-        slots = [batch.rows[i].slot for i in indices]
-        asks = [Ask(s, self._constrained[s], int(self._slots.emitted[s])) for s in slots]
-        if len(self._mask_rows) < len(asks):
-            self._mask_rows = np.empty((len(asks), self._masks.words), np.int32)
-        idle = np.count_nonzero(batch.feeding) + sum(bool(row.ids) for row in batch.rows) == len(asks)
-        answers = self._masks.take(asks, self._mask_rows, wait_s=max(LEAST_WAIT_S, WAIT_SHARE * step_s), alone=idle)
-        masks = _Masks({}, {})
-        for index, answer, mask in zip(indices, answers, self._mask_rows, strict=False):
-            if answer.ready:
-                masks.ready[index] = mask
-            else:
-                masks.refused[index] = answer
+    def _take(self, batch: _Batch, step_s: float) -> dict[int, SlotMask]:
+        """The masks of the batch's constrained slots."""
+        slots = batch.slots[batch.sampling]
+        sampling = map(Place, slots.tolist(), self._slots.emitted[slots].tolist())
+        busy = int(batch.feeding.sum()) + (sum(bool(row.ids) for row in batch.rows) if batch.has_chunks else 0)
+        masks = self._constraints.take(sampling, rows=busy, forward_s=step_s)
+        for slot, mask in masks.items():
+            if mask.rows is not None and mask.answer.ready and not mask.rows.any():
+                masks[slot] = SlotMask(Answer(False, Fault(SAMPLING_FAULT, "the mask allows nothing")))
         return masks
 
     def _tell(self, batch: _Batch, outcomes: tuple[RowOutcome, ...]) -> None:
-        state, rows = self._slots, []
-        for index in np.flatnonzero(batch.sampling).tolist():
-            slot, outcome = batch.rows[index].slot, outcomes[index]
-            if slot in self._constrained and (outcome.tokens or outcome.fault):
-                base = int(state.emitted[slot]) - len(outcome.tokens)
-                ended = bool(state.finished[slot])
-                rows.append(Told(slot, self._constrained[slot], base, outcome.tokens, ended))
-        self._masks.tell(rows)
+        state, where = self._slots, np.flatnonzero(batch.sampling).tolist()
+        told = ((batch.rows[index].slot, outcomes[index]) for index in where)
+        self._constraints.tell(
+            (slot, int(state.emitted[slot]) - len(outcome.tokens), outcome, bool(state.finished[slot]))
+            for slot, outcome in told
+        )
 
-    def _outcomes(self, batch: _Batch, work: StepWork, masks: _Masks | None) -> tuple[RowOutcome, ...]:
+    def _outcomes(self, batch: _Batch, work: StepWork, masks: dict[int, SlotMask]) -> tuple[RowOutcome, ...]:
         """Feed all rows, sample at those that do, refresh spares at page boundaries."""
-        state, rows, slots, sampling = self._slots, batch.rows, batch.slots, batch.sampling
-        if not rows:
-            return ()
+        state, rows, slots, sampling, feeding = self._slots, batch.rows, batch.slots, batch.sampling, batch.feeding
         outcomes = [_NOTHING] * len(rows)
-        feeding = batch.feeding
-        if masks is not None:
-            for index, row in masks.ready.items():
-                if not row.any():
-                    masks.refused[index] = Answer(False, Fault(SAMPLING_FAULT, "the mask allows nothing"))
-            feeding, sampling = feeding.copy(), sampling.copy()
-            for index, answer in masks.refused.items():
-                feeding[index] = sampling[index] = False
-                outcomes[index] = RowOutcome((), fault=answer.fault)
+        refused = {s: mask.answer for s, mask in masks.items() if not mask.answer.ready}
+        if refused:
+            ready = np.fromiter((row.slot not in refused for row in rows), np.bool_, len(rows))
+            feeding, sampling = feeding & ready, sampling & ready
+            outcomes = [RowOutcome((), fault=refused[r.slot].fault) if r.slot in refused else _NOTHING for r in rows]
         state.feed_next(slots[feeding])
-        if masks is not None or batch.has_chunks:
-            self._feed_chunks(work, masks)
+        if batch.has_chunks:
+            self._feed_chunks(work, refused)
+        for slot, answer in refused.items():
+            state.finished[slot] = answer.fault is not None
         where = np.flatnonzero(sampling)
         if not len(where):
             return tuple(outcomes)
-        legal = None if masks is None else {rows[i].slot: mask for i, mask in masks.ready.items() if sampling[i]}
+        legal = {slot: mask.rows[0] for slot, mask in masks.items() if mask.rows is not None and slot not in refused}
         slots = slots[where]
         tokens: I64 = state.sample(slots, legal)
         for index, token in zip(where.tolist(), tokens.tolist(), strict=True):
@@ -239,18 +208,14 @@ class SimExecutor:
                     outcomes[index] = self._with_logprobs(outcomes[index].tokens, wanted)
         return tuple(outcomes)
 
-    def _feed_chunks(self, work: StepWork, masks: _Masks | None) -> None:
-        """Rows with ids; one that is not sampled gives its last id up, and ends with a fault."""
+    def _feed_chunks(self, work: StepWork, refused: Container[int]) -> None:
+        """Rows with ids; one that is not sampled gives its last id up."""
         saves: dict[int, list[tuple[int, int]]] = {}
         for save in work.saves:
             saves.setdefault(save.slot, []).append((save.pos, save.tail))
-        refused = {} if masks is None else masks.refused
-        for index, row in enumerate(work.rows):
-            answer = refused.get(index)
+        for row in work.rows:
             if row.ids:
-                self._slots.feed_chunk(row, saves.get(row.slot, ()), parked=answer is not None)
-            if answer is not None and answer.fault is not None:
-                self._slots.finished[row.slot] = True
+                self._slots.feed_chunk(row, saves.get(row.slot, ()), parked=row.slot in refused)
 
     def _with_logprobs(self, tokens: tuple[int, ...], alternatives: int) -> RowOutcome:
         """Values of the right shape: the token first, then alternatives of falling probability."""

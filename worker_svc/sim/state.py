@@ -93,7 +93,7 @@ class SlotArrays:
         self._ring[slots, place] = new
         self.length[slots] = length + 1
 
-    def sample(self, slots: Numbers, masks: Mapping[int, Words] | None = None) -> I64:
+    def sample(self, slots: Numbers, masks: Mapping[int, Words]) -> I64:
         """Draw a token for each, move its state on and test for its end. `masks`: of slots that are constrained."""
         emitted = self.emitted[slots]
         bits = _mix(self._seed[slots] + _mix(self._digest[slots]) + _mix(emitted << 32 | self.length[slots]))
