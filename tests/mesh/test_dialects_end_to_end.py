@@ -4,6 +4,7 @@ import json
 
 import anthropic
 import openai
+import pydantic
 import pytest
 
 from benchmarks._mesh import running_mesh
@@ -23,25 +24,25 @@ RESULT = json.dumps({"temp": 17, "sky": "windy"})
 
 @pytest.fixture(scope="module")
 def url():
-    with running_mesh("--deterministic") as base:
+    with running_mesh("--deterministic", "--grammar", "on") as base:
         yield base
 
 
 @pytest.fixture(scope="module")
 def openai_client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=3, timeout=120) as made:
         yield made.responses
 
 
 @pytest.fixture(scope="module")
 def anthropic_client(url):
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as made:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=3, timeout=120) as made:
         yield made.messages
 
 
 @pytest.mark.parametrize("text, effort", [(STORY, "none"), (SUM, "low")])
 def test_a_streamed_response_equals_the_whole_one(openai_client, text, effort):
-    options = {"model": MODEL, "input": text, "max_output_tokens": 50, "reasoning": {"effort": effort}}
+    options = {"model": MODEL, "input": text, "max_output_tokens": 40, "reasoning": {"effort": effort}}
     options["extra_body"] = {"seed": 5}
     whole = openai_client.create(**options)
     with openai_client.stream(**options) as stream:
@@ -80,7 +81,7 @@ def test_a_round_with_tools_through_responses(openai_client):
 @pytest.mark.parametrize("text, thinking", [(STORY, "disabled"), (SUM, "enabled")])
 def test_a_streamed_message_equals_the_whole_one(anthropic_client, text, thinking):
     mode = {"type": thinking} if thinking == "disabled" else {"type": thinking, "budget_tokens": 1024}
-    options = {"model": MODEL, "max_tokens": 50, "messages": [{"role": "user", "content": text}], "thinking": mode}
+    options = {"model": MODEL, "max_tokens": 40, "messages": [{"role": "user", "content": text}], "thinking": mode}
     options |= {"extra_body": {"seed": 5}, "extra_headers": {"anthropic-beta": "any"}}
     if thinking == "enabled":
         options["output_config"] = {"effort": "low"}
@@ -110,6 +111,62 @@ def test_a_stop_sequence_on_the_way(anthropic_client):
         word,
         text[: text.index(word)],
     )
+
+
+class Visit(pydantic.BaseModel):
+    city: str
+    metric: bool
+
+
+VISIT = "Give me JSON with city Paris and metric true."
+STRICT = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_a_structured_response(openai_client):
+    options = {"model": MODEL, "input": VISIT, "text_format": Visit, "max_output_tokens": 60, "temperature": 0}
+    whole = openai_client.parse(**options).output_parsed
+    with openai_client.stream(**options) as stream:
+        streamed = stream.get_final_response().output_parsed
+    assert isinstance(whole, Visit) and whole == streamed
+
+
+def test_a_structured_message(anthropic_client):
+    options = {"model": MODEL, "messages": [{"role": "user", "content": VISIT}], "max_tokens": 60}
+    options |= {"thinking": {"type": "disabled"}, "extra_body": {"temperature": 0}}
+    assert isinstance(anthropic_client.parse(output_format=Visit, **options).parsed_output, Visit)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "name": "go_to"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "go_to"}]},
+    ],
+)
+def test_a_response_that_must_call(openai_client, choice):
+    tool = {"type": "function", "name": "go_to", "parameters": STRICT, "strict": True}
+    answer = openai_client.create(model=MODEL, input="Hi", tools=[tool], tool_choice=choice, max_output_tokens=80)
+    assert {item.type for item in answer.output} == {"function_call"} and answer.status == "completed"
+    assert json.loads(answer.output[0].arguments)["city"] in ("Oslo", "Rome")
+
+
+@pytest.mark.parametrize(
+    "choice, thinking",
+    [
+        ({"type": "any"}, {"type": "disabled"}),
+        ({"type": "tool", "name": "go_to"}, {"type": "enabled", "budget_tokens": 1024}),
+    ],
+)
+def test_a_message_that_must_call(anthropic_client, choice, thinking):
+    options = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
+    options |= {"tools": [{"name": "go_to", "input_schema": STRICT, "strict": True}]}
+    answer = anthropic_client.create(tool_choice=choice, thinking=thinking, **options)
+    assert answer.stop_reason == "tool_use" and answer.content[-1].input["city"] in ("Oslo", "Rome")
 
 
 def test_a_round_with_tools_through_messages(anthropic_client):

@@ -1,0 +1,51 @@
+"""LiteLLM and LangChain as their users install them, against the real mesh: chat, streams, tools, both new dialects.
+
+They bring 80 packages (470 MB), so they live in an environment of their own that is made for this test alone.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks._mesh import running_mesh
+
+SCRIPT = Path(__file__).with_name("outside_clients.py")
+PACKAGES = ("litellm==1.110.2", "langchain-openai==1.7.4", "langchain-anthropic==1.7.10")
+CHECKS = (
+    "litellm hosted_vllm",
+    "litellm openai",
+    "litellm deepseek",
+    "litellm anthropic",
+    "litellm responses",
+    "langchain chat",
+    "langchain responses",
+    "langchain anthropic",
+)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("outside")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([folder / "bin" / "pip", "install", "--quiet", *PACKAGES], check=True, timeout=600)
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running_mesh("--deterministic") as base:
+        yield base
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_unmodified(python, url, check):
+    done = subprocess.run([python, SCRIPT, url, check], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(seen["story"]) > 40
+    if "answer" in seen:
+        assert "17" in seen["answer"] and "windy" in seen["answer"]
