@@ -165,6 +165,13 @@ def test_query_heads(heads, index_heads, padded):
         source.as_strided((3, heads, 512), (source.stride(0), 512, 1)), TURNS, positions, separate, eps=EPS, index=None
     )
     assert torch.equal(separate, view) and torch.equal(source, both)
+    # FP16 queries over the memory of the BF16 ones, as attention over rows likes them best.
+    same = source.as_strided((3, heads, 512), (source.stride(0), 512, 1))
+    triton.query_heads(same, TURNS, positions, same.view(torch.float16), eps=EPS, index=None)
+    expected = torch.empty(3, heads, 512, dtype=torch.float16)
+    original = both.as_strided((3, heads, 512), (both.stride(0), 512, 1))
+    query_heads.ref.query_heads(original, TURNS, positions, expected, EPS, None)
+    assert distance(same.view(torch.float16), expected) < 3e-4
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (64, 8), (6, 1)])

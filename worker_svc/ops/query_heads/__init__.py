@@ -36,7 +36,9 @@ def query_heads(
     out: Tensor | None = None,
     index: IndexQuery | None = None,
 ) -> Tensor:
-    """q bf16 [T, H * 512] (any row stride) -> [T, H, 512], in place or into `out` (contiguous); returns it.
+    """q bf16 [T, H * 512] (any row stride) -> [T, H, 512], in place or into `out`; returns it.
+
+    `out` BF16 or FP16, heads together, any token stride; it may be the memory of q itself, viewed as FP16.
 
     turns FP32 [positions, 32, 2]. The index outputs, if asked for, are filled too.
     """
@@ -45,7 +47,7 @@ def query_heads(
     assert turns.dtype == torch.float32 and turns.shape[1:] == (32, 2) and positions.dtype == torch.int32
     view = q.as_strided((tokens, heads, HEAD_DIM), (q.stride(0), HEAD_DIM, 1))
     target = view if out is None else out
-    assert target.shape == view.shape and target.dtype == torch.bfloat16, target.shape
+    assert target.shape == view.shape and target.dtype in (torch.bfloat16, torch.float16), target.shape
     assert target.stride(2) == 1 and target.stride(1) == HEAD_DIM, target.stride()
     if index is not None:
         _check_index(index, tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +29,15 @@ INDEX_HEADS = 16
 
 
 @triton.jit
-def _heads(q, q_stride, out, out_stride, turn, token, first, heads, eps, HEADS: tl.constexpr):
+def _rounded(x, FP16: tl.constexpr):
+    if FP16:
+        return x.to(tl.float16)
+    else:
+        return to_bf16(x)
+
+
+@triton.jit
+def _heads(q, q_stride, out, out_stride, turn, token, first, heads, eps, HEADS: tl.constexpr, FP16: tl.constexpr):
     head = first + tl.arange(0, HEADS)
     known = head < heads
     source = q + token.to(tl.int64) * q_stride + head * 512
@@ -42,8 +51,8 @@ def _heads(q, q_stride, out, out_stride, turn, token, first, heads, eps, HEADS: 
     cos = tl.load(turn + pair * 2)[None, :]
     sin = tl.load(turn + pair * 2 + 1)[None, :]
     turned = turn_pairs(last * factor[:, None, None], cos, sin)
-    tl.store(target[:, None] + place, to_bf16(x * factor[:, None]), mask=known[:, None] & (place < 448))
-    tl.store(target[:, None, None] + twin, to_bf16(turned), mask=known[:, None, None])
+    tl.store(target[:, None] + place, _rounded(x * factor[:, None], FP16), mask=known[:, None] & (place < 448))
+    tl.store(target[:, None, None] + twin, _rounded(turned, FP16), mask=known[:, None, None])
 
 
 @triton.jit
@@ -107,12 +116,13 @@ def _kernel(
     QUERY_BLOCKS: tl.constexpr,
     HEADS: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
+    FP16: tl.constexpr,
 ):
     token = tl.program_id(0)
     block = tl.program_id(1)
     turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
     if block < QUERY_BLOCKS:
-        _heads(q, q_stride, out, out_stride, turn, token, block * HEADS, heads, eps, HEADS)
+        _heads(q, q_stride, out, out_stride, turn, token, block * HEADS, heads, eps, HEADS, FP16)
     else:
         first = (block - QUERY_BLOCKS) * INDEX_HEADS
         _index(
@@ -170,5 +180,6 @@ def query_heads(
         QUERY_BLOCKS=blocks,
         HEADS=HEADS,
         INDEX_HEADS=INDEX_HEADS,
+        FP16=out.dtype == torch.float16,
         num_warps=4,
     )
