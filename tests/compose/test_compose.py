@@ -171,6 +171,7 @@ def answers(url: str) -> bool:
 def test_the_compose_file_serves_a_chat_as_processes(mesh: tuple[dict[str, Local], int]):
     running, port = mesh
     running["worker-cpu"].wait(lambda: answers(f"http://127.0.0.1:{port}/ready"))
+    running["grammar"].wait(running["grammar"].healthy)
     assert {name: local.healthy() for name, local in running.items()} == dict.fromkeys(running, True)
     body = {"model": "v4-nano", "messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 8}
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as reply:
