@@ -51,13 +51,14 @@ async def fuzz(served, folder, *options):
         sys.executable, "-m", "schemathesis.cli", "--config-file", str(settings), "run", f"{served.url}/openapi.json",
         "--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--warnings", "off", "--no-color", *options,
         "--request-timeout", "20", "--generation-database", "none", "--exclude-path", "/health_generate",
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     out, _ = await process.communicate()
     assert process.returncode == 0, out.decode()[-6000:]
     return out.decode()
 
 
+@pytest.mark.timeout(240)
 async def test_fuzzing_finds_no_server_error(served, mesh, tmp_path):
     """Nothing hangs either: the fixture checks that no generation is left running."""
     mesh.say = lambda start, choice: mesh.text("Yes.")
