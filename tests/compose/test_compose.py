@@ -48,6 +48,28 @@ def test_compose_accepts_the_file_and_every_profile():
     assert set(compose("--profile", "cpu", "config", "--services").split()) == every
 
 
+def test_the_obs_profile_watches_without_opening_anything():
+    """Boards and stores on loopback alone; the services keep their lack of a network and send spans over a socket."""
+    endpoint = "unix:///run/v4mesh/otel.sock"
+    text = compose(
+        "--profile", "cpu", "--profile", "obs", "config", "--format", "json",
+        OTEL_EXPORTER_OTLP_ENDPOINT=endpoint, V4MESH_PUBLIC_METRICS="true",
+    )  # fmt: skip
+    services = json.loads(text)["services"]
+    watchers = {"otel-collector", "jaeger", "prometheus", "grafana"}
+    assert watchers <= set(services)
+    assert all(port["host_ip"] == "127.0.0.1" for name in watchers for port in services[name].get("ports", ()))
+    for name in set(services) - watchers:
+        assert services[name]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint, name
+    assert services["scheduler"]["network_mode"] == "none"
+    assert services["gateway"]["environment"]["V4MESH_GATEWAY_PUBLIC_METRICS"] == "true"
+    mounted = [it["source"] for name in watchers for it in services[name].get("volumes", ()) if it["type"] == "bind"]
+    assert mounted and all(Path(source).exists() for source in mounted)
+    collector = (ROOT / "deploy/obs/collector.yaml").read_text()
+    assert "endpoint: /run/v4mesh/otel.sock" in collector and "transport: unix" in collector
+    assert "gateway:8000" in (ROOT / "deploy/obs/prometheus.yml").read_text()
+
+
 def test_nothing_is_published_beyond_loopback_unless_asked(config: dict[str, Any]):
     (port,) = config["services"]["gateway"]["ports"]
     assert (port["host_ip"], port["published"], port["target"]) == ("127.0.0.1", "8000", 8000)
