@@ -220,6 +220,8 @@ def _format(value: object) -> dict[str, Any] | None:
     if value is None:
         return None
     wanted = object_at(value, "text.format")
+    if wanted.get("type") is None:
+        return None
     if wanted.get("type") != "json_schema":
         return dict(wanted)
     return {"type": "json_schema", "json_schema": {name: wanted.get(name) for name in ("name", "schema", "strict")}}

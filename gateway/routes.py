@@ -102,7 +102,7 @@ ROUTES = (
     Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize, body=TokenizeRequest),
     Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize, body=DetokenizeRequest),
     Route(("/v1/models", "/models"), ("GET",), list_models),
-    Route(("/health",), ("GET",), health, open=True),
+    Route(("/health", "/"), ("GET",), health, open=True),  # clients ask the root whether a server is there
     Route(("/ping",), ("GET", "POST"), health, open=True),
     Route(("/health_generate",), ("GET",), health_generate, open=True),
     Route(("/ready",), ("GET",), ready, open=True),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gateway import generation
 from meshkit.types import FinishReason
 from tests.unit.gateway.dialects import WEATHER, call, calls, folded_message, named_events
 
@@ -204,6 +205,35 @@ async def test_a_missing_result_names_the_call_and_the_message(served):
     assert "messages[1] calls tools" in said and "t1" in said
     stray = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2"}]}]
     assert "tool" in await refused(served, {"messages": stray})
+
+
+async def test_a_body_that_is_too_large(serve_with):
+    async with serve_with(max_body_bytes=1024) as served:
+        status, answer, _ = await served.post(PATH, {**BODY, "system": "x" * 2_000})
+    assert (status, answer["error"]["type"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize(
+    "path, body, sign, ending",
+    [
+        (PATH, {**BODY, "stream": True}, b"event: ping\n", b'data: {"type":"message_stop"}\n\n'),
+        ("/v1/responses", {"input": "Hi", "stream": True}, b": keep-alive\n\n", b"}\n\n"),
+    ],
+)
+async def test_streams_are_kept_alive_while_queued(mesh, serve_with, monkeypatch, path, body, sign, ending):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_SECONDS", 0.05)
+    mesh.say = lambda start, choice: mesh.text("late", hold=True)
+    async with (
+        serve_with() as served,
+        served.session.post(served.url + path, json=body) as response,
+    ):
+        seen = b""
+        while seen.count(sign) < 2:
+            seen += await response.content.readany()
+        mesh.released.set()
+        seen += await response.read()
+    assert seen.startswith((b"event: message_start\n", b"event: response.created\n")) and seen.endswith(ending)
+    assert seen.count(b"event: message_start") + seen.count(b"event: response.created") == 1
 
 
 async def test_a_broken_body_has_the_dialects_shape(served):
