@@ -219,7 +219,8 @@ class Tracing:
 
 def start_tracing(service: str, *, exporter: Any = None) -> Tracing:
     """Tracing on if OTEL_EXPORTER_OTLP_ENDPOINT is set (or an exporter is given), off and free of cost otherwise."""
-    if exporter is None and not env("OTEL_EXPORTER_OTLP_ENDPOINT"):
+    endpoint = env("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if exporter is None and not endpoint:
         return Tracing()
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -231,7 +232,7 @@ def start_tracing(service: str, *, exporter: Any = None) -> Tracing:
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter()
+        exporter = OTLPSpanExporter(insecure=endpoint.startswith("unix:") or None)  # None: as its scheme says
     # Always on: what is not sampled never comes here.
     resource = Resource.create({"service.name": f"v4mesh-{service}"})
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids)
