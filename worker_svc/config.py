@@ -23,7 +23,7 @@ class WorkerConfig:
     model: str = option("", "Model folder or hub id found on this machine (default: the shipped V4-nano).")
     served_model_name: str = option("", "Name that clients see (default: the checkpoint's own).")
     backend: Literal["model", "sim"] = option("model", "sim: no model, time of Flash on H200, tokens from a hash.")
-    device: str = option("cpu", "Where to compute.")
+    device: Literal["auto", "cpu", "cuda"] = option("cpu", "Where to compute; auto = the GPU if there is one.")
     quantization: str = option("auto", "Run-time quantisation; auto = exact maths on dequantised weights.")
     kv_cache_dtype: str = option("auto", "Format of the KV cache.")
     indexer_dtype: str = option("auto", "Format of the indexer's keys.")
@@ -46,8 +46,6 @@ class WorkerConfig:
     log_format: Literal["text", "json"] = option("text", "Form of the log lines.")
 
     def __post_init__(self) -> None:
-        if self.device != "cpu":
-            raise FieldError("device", "must be cpu: this version has no GPU executor yet")
         for name in (*AUTOMATIC, "sim_step_ms", "sim_tokens"):
             if getattr(self, name) < 0:
                 raise FieldError(name, "must be 0 (automatic) or positive")

@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 
 def load(config: WorkerConfig) -> Loaded:
     """Everything until the first request could be served. Raises StartError and CheckpointError classes."""
+    if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
+        from worker_svc.gpu.loading import load as load_on_gpu
+
+        return load_on_gpu(config)
     start = time.perf_counter()
     threads = config.threads or _physical_cores()
     torch.set_num_threads(threads)  # of this thread: OpenMP keeps the number per calling thread

@@ -1,9 +1,17 @@
-"""The lightning indexer's scores and its selection: which compressed entries each query reads."""
+"""The lightning indexer's scores and its selection: which compressed entries each query reads.
+
+`index_scores` and `select_entries` serve the CPU model. `paged_scores` (decode: keys in the page pool) and
+`ragged_scores` (prefill: gathered keys) take FP8 queries whose scales are folded into the head weights; DeepGEMM
+computes them for 32 or 64 heads, else our Triton kernels; plain torch on the CPU. Selection on the device is
+`ops.top_entries`.
+"""
 
 import torch
 from torch import Tensor
 
-from worker_svc.ops.index_scores import ref
+from worker_svc.ops.index_scores import ref, rows_ref
+
+LIBRARY_HEADS = (32, 64)
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, *, deterministic: bool = False) -> Tensor:
@@ -19,3 +27,41 @@ def select_entries(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """
     assert visible.dtype == torch.int64 and visible.shape == scores.shape[:1]
     return ref.select_entries(scores, visible, k)
+
+
+def paged_scores(
+    codes: Tensor, folded: Tensor, keys: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, most: int
+) -> Tensor:
+    """codes E4M3 [T, h, 128], folded FP32 [T, h], keys uint8 [pages, 8448], table int32 [slots, pages per slot], slots
+    and lengths int32 [T] -> FP32 [T, most or more]; only the first lengths[t] columns of a row mean anything."""
+    assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and folded.shape == codes.shape[:2]
+    if not codes.is_cuda:
+        return rows_ref.paged_scores(codes, folded, keys, table, slots, lengths, most)
+    if codes.shape[1] in LIBRARY_HEADS:
+        from worker_svc.ops.index_scores import deep_gemm
+
+        return deep_gemm.paged_scores(codes, folded, keys, table, slots, lengths, most)
+    from worker_svc.ops.index_scores import triton
+
+    logits = torch.empty(codes.shape[0], most, device=codes.device)
+    triton.paged_scores(codes, folded, keys, table, slots, lengths, logits)
+    return logits
+
+
+def ragged_scores(
+    codes: Tensor, folded: Tensor, keys: Tensor, key_scale: Tensor, first: Tensor, last: Tensor, most: int
+) -> Tensor:
+    """codes E4M3 [T, h, 128], folded FP32 [T, h], keys E4M3 [S, 128] with key_scale FP32 [S]; query t meets keys
+    first[t] .. last[t] - 1 (int32, at most `most`) -> FP32 [T, most or more], column 0 = key first[t]."""
+    assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and folded.shape == codes.shape[:2]
+    if not codes.is_cuda:
+        return rows_ref.ragged_scores(codes, folded, keys, key_scale, first, last, most)
+    if codes.shape[1] in LIBRARY_HEADS:
+        from worker_svc.ops.index_scores import deep_gemm
+
+        return deep_gemm.ragged_scores(codes, folded, keys, key_scale, first, last, most)
+    from worker_svc.ops.index_scores import triton
+
+    logits = torch.empty(codes.shape[0], most, device=codes.device)
+    triton.ragged_scores(codes, folded, keys, key_scale, first, last, logits)
+    return logits

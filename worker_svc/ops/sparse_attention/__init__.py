@@ -1,10 +1,19 @@
-"""Attention of one sequence's queries over gathered keys that are also the values, with a sink per head."""
+"""Attention of queries over gathered keys that are also the values, with a sink per head.
 
+`sparse_attention` takes one sequence's keys as a matrix (the CPU model). `decode_attention` reads rows of the KV pools
+by their numbers, `chunk_attention` rows of a BF16 workspace: FlashMLA where the number of heads is 64 or 128, else our
+Triton kernels, plain torch on the CPU.
+"""
+
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from worker_svc.ops.sparse_attention import ref
+from worker_svc.ops.sparse_attention import ref, rows_ref
 
 KEY_BLOCK = ref.KEY_BLOCK
+LIBRARY_HEADS = (64, 128)
 
 
 def sparse_attention(
@@ -22,3 +31,59 @@ def sparse_attention(
         return ref.sparse_attention(q, keys, allowed, sink, scale)
     assert allowed is not None and keys.shape[0] % KEY_BLOCK == 0
     return ref.blocked_attention(q, keys, allowed, sink, scale)
+
+
+class DecodePlan:
+    """What all layers of one kind share in one step: how the library splits the keys. Make a new one for each step."""
+
+    def __init__(self) -> None:
+        self.split: Any = None
+
+
+def decode_attention(
+    q: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    window_len: Tensor,
+    entries: Tensor | None,
+    entry_rows: Tensor | None,
+    entry_len: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    plan: DecodePlan,
+) -> Tensor:
+    """q BF16 [T, H, 512]; window and entries pools of KV rows; window_rows int32 [T, 128] and entry_rows int32 [T, k],
+    -1 = none; the first window_len / entry_len int32 [T] of each list count. sink FP32 [H]. -> BF16 [T, H, 512]."""
+    assert q.dim() == 3 and q.dtype == torch.bfloat16 and sink.shape == q.shape[1:2], (q.shape, sink.shape)
+    assert (entries is None) == (entry_rows is None) == (entry_len is None), "a pool comes with its lists"
+    if not q.is_cuda:
+        return rows_ref.decode_attention(
+            q, window, window_rows, window_len, entries, entry_rows, entry_len, sink, scale
+        )
+    from worker_svc.ops.sparse_attention import flash_mla
+
+    if q.shape[1] in LIBRARY_HEADS and flash_mla.serves(window):
+        return flash_mla.decode_attention(
+            q, window, window_rows, window_len, entries, entry_rows, entry_len, sink, scale, plan
+        )
+    from worker_svc.ops.sparse_attention import triton
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    triton.sparse_decode(q, window, window_rows, window_len, entries, entry_rows, entry_len, sink, scale, out)
+    return out
+
+
+def chunk_attention(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float) -> Tensor:
+    """q BF16 [T, H, 512], keys BF16 [S, 512], index int32 [T, k] of rows of `keys`, -1 = none -> BF16 [T, H, 512]."""
+    assert q.shape[0] == index.shape[0] and index.shape[1] % 128 == 0, (q.shape, index.shape)
+    if not q.is_cuda:
+        return rows_ref.chunk_attention(q, keys, index, sink, scale)
+    if q.shape[1] in LIBRARY_HEADS:
+        from worker_svc.ops.sparse_attention import flash_mla
+
+        return flash_mla.chunk_attention(q, keys, index, sink, scale)
+    from worker_svc.ops.sparse_attention import triton
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    triton.sparse_prefill(q, keys, index, sink, scale, out)
+    return out

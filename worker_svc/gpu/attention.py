@@ -1,0 +1,207 @@
+"""Attention of one layer on the device: latent, heads, indexer, compressor, sparse attention, grouped output.
+
+The same projections serve decode and chunks; between them a decode step reads keys from the pools, a chunk from a
+workspace. Order matters: the ring's old rows are gathered before new ones overwrite them, and entries that the step
+closes are written before its queries read.
+"""
+
+import torch
+from torch import Tensor
+
+from worker_svc.checkpoint.config import V4Config
+from worker_svc.gpu.overlap import Overlap
+from worker_svc.gpu.pools import LayerPools
+from worker_svc.gpu.step import ChunkStep, DecodeStep, EntryArea
+from worker_svc.gpu.weights import AttentionWeights
+from worker_svc.ops.attention_output import attention_output
+from worker_svc.ops.bf16_gemm import bf16_gemm
+from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step
+from worker_svc.ops.fp8_gemm import Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
+from worker_svc.ops.index_scores import paged_scores, ragged_scores
+from worker_svc.ops.kv_rows import HEAD_DIM, INDEX_DIM, gather_index_rows, gather_rows, insert_rows
+from worker_svc.ops.latent_rows import latent_rows
+from worker_svc.ops.quant_fp8 import quantise_rows
+from worker_svc.ops.query_heads import IndexQuery, query_heads
+from worker_svc.ops.sparse_attention import chunk_attention, decode_attention
+from worker_svc.ops.top_entries import top_entries, top_rows
+
+INDEX_HEADS = (32, 64)
+"""What the scoring library takes; fewer heads are padded with weight zero."""
+SCORE_BYTES = 1 << 29
+"""Scores that exist at once in a chunk: queries are scored in groups of so many bytes."""
+
+
+class Attention:
+    """One layer; `turns` FP32 [positions, 32, 2] is the rotary table of its kind."""
+
+    def __init__(
+        self, weights: AttentionWeights, config: V4Config, turns: Tensor, state_ring: int, overlap: Overlap
+    ) -> None:
+        self.weights, self.config, self.turns = weights, config, turns
+        self.ratio, self.state_ring, self.overlap = weights.ratio, state_ring, overlap
+        self.heads, self.q_lora = config.num_attention_heads, config.q_lora_rank
+        self.scale, self.eps = config.head_dim**-0.5, config.rms_norm_eps
+        self.index_heads = next((n for n in INDEX_HEADS if n >= config.index_n_heads), config.index_n_heads)
+
+    def __call__(self, y: Tensor, x: Fp8Rows, step: DecodeStep | ChunkStep, pools: LayerPools) -> Tensor:
+        """y BF16 [T, D] normed, x the same in FP8 -> BF16 [T, D]."""
+        w = self.weights
+        with self.overlap.beside():
+            raw = None if w.states is None else bf16_gemm(y, w.states)  # [T, state width (+ index heads)]
+        qkv = fp8_gemm(x, w.inputs)
+        latent = Fp8Rows.empty(y.shape[0], self.q_lora, y.device)
+        workspace = self._old_window(step, pools) if isinstance(step, ChunkStep) else None
+        latent_rows(
+            *(qkv, w.q_norm, w.kv_norm, self.turns, step.positions, step.lists.window_write, pools.window),
+            *(latent.codes, latent.scale),
+            eps=self.eps,
+            workspace=workspace,
+            workspace_rows=step.own_rows if isinstance(step, ChunkStep) else None,
+        )
+        heads = fp8_gemm(latent, w.wq_b)  # [T, H * 512 (+ index heads * 128)]
+        self.overlap.join()
+        q, index = self._queries(heads, raw, step)
+        if isinstance(step, DecodeStep):
+            out = self._attend_pools(q, index, raw, step, pools)
+        else:
+            assert workspace is not None
+            out = self._attend_workspace(q, index, raw, step, pools, workspace)
+        return self._project(out, step.positions)
+
+    def _queries(
+        self, heads: Tensor, raw: Tensor | None, step: DecodeStep | ChunkStep
+    ) -> tuple[Tensor, IndexQuery | None]:
+        """Query heads [T, H, 512] normed and rotated in place, and the indexer's."""
+        index, width = None, self.heads * HEAD_DIM
+        if self.ratio == 4:
+            assert raw is not None
+            tokens, device = heads.shape[0], heads.device
+            index = IndexQuery(
+                raw=heads[:, width:],
+                weights=raw[:, raw.shape[1] - self.config.index_n_heads :],
+                codes=torch.empty(tokens, self.index_heads, INDEX_DIM, dtype=torch.float8_e4m3fn, device=device),
+                folded=torch.empty(tokens, self.index_heads, device=device),
+            )
+        q = query_heads(heads[:, :width], self.turns, step.positions, eps=self.eps, index=index)
+        return q, index
+
+    def _compress(self, raw: Tensor, step: DecodeStep | ChunkStep, pools: LayerPools) -> None:
+        """Keep the tokens' states; write the entries that they close."""
+        w = self.weights
+        assert w.compressor is not None and pools.states is not None and pools.entries is not None
+        index = None
+        if pools.index_keys is not None and w.compressor.index_norm is not None:
+            index = IndexCompressor(norm=w.compressor.index_norm, pool=pools.index_keys)
+        write = step.lists.c4_write if self.ratio == 4 else step.lists.c128_write
+        args = (raw, w.compressor.ape, w.compressor.norm, self.turns, step.positions, step.slots, step.first_token)
+        target, ring = (pools.states, write, pools.entries), self.state_ring
+        if isinstance(step, DecodeStep):
+            compress_step(*args, *target, ratio=self.ratio, ring=ring, eps=self.eps, index=index)
+        else:
+            last = step.last_position
+            compress_chunk(*args, last, *target, ratio=self.ratio, ring=ring, eps=self.eps, index=index)
+
+    # Decode: keys are rows of the pools
+
+    def _attend_pools(
+        self, q: Tensor, index: IndexQuery | None, raw: Tensor | None, step: DecodeStep, pools: LayerPools
+    ) -> Tensor:
+        lists, rows, length = step.lists, None, None
+        if raw is not None:
+            self._compress(raw, step, pools)
+        if index is not None:
+            rows, length = self._select(index, step, pools), step.top_len
+        elif self.ratio:
+            rows, length = lists.c128_rows, lists.c128_len
+        return decode_attention(
+            *(q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length),
+            *(self.weights.sink, self.scale, step.plans[self.ratio]),
+        )
+
+    def _select(self, index: IndexQuery, step: DecodeStep, pools: LayerPools) -> Tensor:
+        """Pool rows int32 [T, k] of the entries to read."""
+        lists, top_k = step.lists, self.config.index_topk
+        if step.most_entries <= top_k:  # every visible entry is read: nothing to score
+            return lists.c4_rows
+        assert pools.index_keys is not None
+        table = step.tables.pages
+        scores = paged_scores(
+            index.codes, index.folded, pools.index_keys, table, step.slots, lists.c4_len, step.most_entries
+        )
+        rows = torch.empty(len(step.ids), top_k, dtype=torch.int32, device=scores.device)
+        return top_rows(scores, lists.c4_len, step.slots, table, rows)
+
+    # Chunks: keys are rows of a workspace
+
+    def _old_window(self, step: ChunkStep, pools: LayerPools) -> Tensor:
+        """The workspace [rows, 512], its old window rows filled: before the chunk's own rows overwrite the ring."""
+        workspace = torch.empty(step.workspace_rows, HEAD_DIM, dtype=torch.bfloat16, device=step.ids.device)
+        old = torch.empty(step.old_rows.shape[0], HEAD_DIM, dtype=torch.bfloat16, device=step.ids.device)
+        if len(old):
+            workspace[step.old_rows.long()] = gather_rows(pools.window, step.old_ring_rows, old)
+        return workspace
+
+    def _attend_workspace(
+        self,
+        q: Tensor,
+        index: IndexQuery | None,
+        raw: Tensor | None,
+        step: ChunkStep,
+        pools: LayerPools,
+        workspace: Tensor,
+    ) -> Tensor:
+        lists = step.lists
+        for save in step.window_saves:
+            insert_rows(workspace[save.source.long()], pools.tail_window, save.target)
+        if raw is not None:
+            if self.ratio == 4:
+                self._save_states(raw, step, pools)
+            self._compress(raw, step, pools)
+            area = step.areas[self.ratio]
+            if len(area.pool_rows):
+                assert pools.entries is not None
+                gather_rows(
+                    pools.entries, area.pool_rows, workspace[area.first_row : area.first_row + len(area.pool_rows)]
+                )
+            if index is not None and area.most > self.config.index_topk:
+                self._select_workspace(index, step, pools, area)
+        keys = {0: lists.window_index, 4: lists.c4_index, 128: lists.c128_index}[self.ratio]
+        return chunk_attention(q, workspace, keys, self.weights.sink, self.scale)
+
+    def _select_workspace(self, index: IndexQuery, step: ChunkStep, pools: LayerPools, area: EntryArea) -> None:
+        """Fill the C4 lists behind the window with the chosen entries, some queries at a time."""
+        assert pools.index_keys is not None
+        count, device = len(area.pool_rows), index.codes.device
+        keys = torch.empty(count, INDEX_DIM, dtype=torch.float8_e4m3fn, device=device)
+        scale = torch.empty(count, device=device)
+        gather_index_rows(pools.index_keys, area.pool_rows, keys, scale)
+        visible, lists = step.lists.c4_len, step.lists
+        last = area.key_first + visible
+        window, group = lists.window_index.shape[1], max(64, SCORE_BYTES // (4 * max(1, area.most)))
+        for first in range(0, len(visible), group):
+            part = slice(first, first + group)
+            scores = ragged_scores(
+                *(index.codes[part], index.folded[part], keys, scale, area.key_first[part], last[part], area.most)
+            )
+            chosen = lists.c4_index[part, window : window + self.config.index_topk]
+            top_entries(scores, visible[part], area.base[part], chosen)
+
+    def _save_states(self, raw: Tensor, step: ChunkStep, pools: LayerPools) -> None:
+        """C4 states before page boundaries into tails, with ape as the ring has it."""
+        assert pools.carries is not None and pools.states is not None and self.weights.compressor is not None
+        ape = self.weights.compressor.ape
+        for save in step.state_saves:
+            target = pools.carries[save.tail]
+            target[: save.places.start] = pools.states[save.ring_rows]
+            target[save.places] = raw[save.tokens, : target.shape[1]] + ape[save.places]
+
+    def _project(self, out: Tensor, positions: Tensor) -> Tensor:
+        """Attention output [T, H, 512] -> [T, D]."""
+        w, tokens, device = self.weights, out.shape[0], out.device
+        groups, _, width = w.wo_a.codes.shape
+        grouped = empty_groups(tokens, groups, width, device)
+        attention_output(out, self.turns, positions, grouped.codes, grouped.scale)
+        low = fp8_grouped(grouped, w.wo_a).flatten(1)
+        rows = Fp8Rows.empty(tokens, low.shape[1], device)
+        quantise_rows(low, rows.codes, rows.scale)
+        return fp8_gemm(rows, w.wo_b)

@@ -1,0 +1,125 @@
+"""From a config to a warm GPU executor: formats, memory arithmetic, weights, graphs. Runs on the compute thread."""
+
+import logging
+import time
+from typing import Final
+
+import torch
+
+from meshkit.errors import GpuError, MemoryShort
+from meshkit.models import resolve_model, served_name
+from meshkit.types import PAGE_TOKENS, ModelInfo
+from worker_svc.checkpoint.errors import NumericsError
+from worker_svc.checkpoint.loader import load_checkpoint
+from worker_svc.checkpoint.quant_choice import Numerics, choose_numerics
+from worker_svc.config import WorkerConfig
+from worker_svc.core.table import PoolConfig
+from worker_svc.executor import _revision, _rules
+from worker_svc.gpu.executor import GpuExecutor
+from worker_svc.gpu.layout import GpuSizes, check_shapes
+from worker_svc.gpu.pools import GpuPools
+from worker_svc.gpu.transformer import Transformer
+from worker_svc.gpu.weights import WeightLoader, WeightSource
+from worker_svc.kv.layout import KvLayout
+from worker_svc.loaded import Loaded
+from worker_svc.loading import LoadProgress
+
+SLOTS: Final = 64
+STEP_TOKENS: Final = 8192
+MAX_VERIFY: Final = 1
+POOL_SHARE: Final = 0.75
+"""Of the memory left beside the weights: the rest is for activations of the largest step, graphs and libraries."""
+
+log = logging.getLogger(__name__)
+
+
+def load(config: WorkerConfig) -> Loaded:
+    """Everything until the first request could be served. Raises StartError and CheckpointError classes."""
+    start = time.perf_counter()
+    device = gpu()
+    folder = resolve_model(config.model)
+    progress = LoadProgress()
+    checkpoint = load_checkpoint(folder, progress=lambda done, total: progress("read", done, total))
+    numerics = gpu_numerics(checkpoint, config)
+    layout = KvLayout(config=checkpoint.config, numerics=numerics, max_verify=MAX_VERIFY)
+    log.info("loading %s on %s: %s", folder.name, torch.cuda.get_device_name(device), numerics.describe())
+    slots, step_tokens = config.slots or SLOTS, config.max_step_tokens or STEP_TOKENS
+    weights = WeightLoader(checkpoint, device).model(lambda done, total: progress("build", done, total))
+    progress.close()
+    pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
+    pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
+    info = ModelInfo(
+        name=config.served_model_name or served_name(folder),
+        revision=_revision(folder),
+        vocab_size=checkpoint.config.vocab_size,
+        max_context=min(checkpoint.config.max_position_embeddings, pages * PAGE_TOKENS),
+        eos_ids=(checkpoint.config.eos_token_id,),
+        kv_layout_id=f"{layout.layout_id}-gpu",  # pages hold other bytes than those of the CPU
+        layers=len(layout.ratios),
+    )
+    model = Transformer(weights, checkpoint.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
+    executor = GpuExecutor(model=model, pools=pools, info=info, rules=_rules(folder, checkpoint), max_rows=slots)
+    executor.capture()
+    log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
+    log.info("READY %.1f s", time.perf_counter() - start)
+    return Loaded(
+        executor,
+        info,
+        PoolConfig(slots=slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
+    )
+
+
+def gpu() -> torch.device:
+    """The device to compute on, or GpuError saying what is missing."""
+    if not torch.cuda.is_available():
+        raise GpuError("--device cuda: torch sees no GPU here; see `v4mesh doctor`, or use --device cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        raise GpuError(
+            f"--device cuda: {torch.cuda.get_device_name(device)} is older than Hopper (SM 9.0); use --device cpu"
+        )
+    return device
+
+
+def gpu_numerics(source: WeightSource, config: WorkerConfig) -> Numerics:
+    """FP8 activations and KV unless told otherwise; refuses what no kernel does. Checks the model's shapes too."""
+    check_shapes(source.config)
+    if source.expert_format != "fp4":
+        raise NumericsError(
+            "--device", "cuda", "the checkpoint has FP8 experts, for which there is no kernel yet", ("cpu",)
+        )
+    numerics = choose_numerics(
+        source.expert_format,
+        quantization="fp4" if config.quantization == "auto" else config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        indexer_dtype="fp8" if config.indexer_dtype == "auto" else config.indexer_dtype,
+    )
+    if numerics.activations != "fp8":
+        raise NumericsError("--quantization", config.quantization, "exact maths runs on the CPU only", ("auto", "fp4"))
+    if numerics.kv not in ("fp8_e4m3", "bf16"):
+        raise NumericsError("--kv-cache-dtype", config.kv_cache_dtype, "no GPU kernel reads it", ("fp8_e4m3", "bf16"))
+    if numerics.indexer != "fp8":
+        raise NumericsError("--indexer-dtype", config.indexer_dtype, "no GPU kernel reads it", ("fp8",))
+    return numerics
+
+
+def pool_sizes(layout: KvLayout, config: WorkerConfig, slots: int, free: int) -> tuple[int, int]:
+    """(pages, tails) within the memory that is left; says the arithmetic. MemoryShort if not one request would fit."""
+    sizes, tails = GpuSizes(layout), config.tails or 4 * slots
+    budget = config.kv_memory or int(free * POOL_SHARE)
+    fixed = slots * sizes.bytes_per_slot + tails * sizes.bytes_per_tail
+    context = layout.config.max_position_embeddings
+    wanted = 2 * slots * (-(-context // PAGE_TOKENS) + 1)
+    pages = config.pages or min(wanted, max(0, budget - fixed) // sizes.bytes_per_page)
+    total = fixed + pages * sizes.bytes_per_page
+    line = (
+        f"KV: {pages} pages x {sizes.bytes_per_page / 1e6:.2f} MB + {slots} slots x {sizes.bytes_per_slot / 1e6:.2f} MB"
+        f" + {tails} tails x {sizes.bytes_per_tail / 1e6:.2f} MB = {total / 1e9:.2f} GB"
+    )
+    if pages < 2 or total > free:
+        raise MemoryShort(
+            f"the KV pools do not fit\n  {line}\n  budget {budget / 1e9:.2f} GB of {free / 1e9:.2f} GB free there\n"
+            f"  fix: fewer slots or tails, or a larger kv_memory"
+        )
+    log.info("%s of %.2f GB free", line, free / 1e9)
+    return pages, tails

@@ -1,0 +1,19 @@
+"""BF16 products with FP32 results: router, compressor projections, output head. Nothing is rounded after the sum."""
+
+import torch
+from torch import Tensor
+
+SKINNY_ROWS = 16
+"""Up to so many rows our weight-streaming kernel runs; above, cuBLAS."""
+
+
+def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """x BF16 [T, K], weight BF16 [N, K] -> FP32 [T, N]."""
+    assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
+    if not x.is_cuda:
+        return x.float() @ weight.float().t()
+    if x.shape[0] <= SKINNY_ROWS:
+        from worker_svc.ops.skinny_gemm import bf16
+
+        return bf16(x, weight, torch.empty(x.shape[0], weight.shape[0], device=x.device))
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -1,0 +1,78 @@
+"""FP8 products of the GPU forward: E4M3 activations with a scale per 128 of K, E4M3 weights with one per 128x128 tile.
+
+All scales are FP32 powers of two. On a CUDA device DeepGEMM multiplies, up to `SKINNY_ROWS` rows our own kernel; on the
+CPU plain torch does, on the same layouts.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from worker_svc.ops.fp8_gemm import ref
+
+BLOCK: Final = 128
+SKINNY_ROWS: Final = 16
+"""Up to so many rows our weight-streaming kernel runs; above, DeepGEMM's tiles are filled well enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
+    """codes E4M3 [T, K] contiguous; scale FP32 [T, K/128] with strides (1, T rounded up to 4)."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def empty(rows: int, width: int, device: torch.device) -> "Fp8Rows":
+        """Room for quantised rows, in the layout that the products read without a copy."""
+        padded = -(-rows // 4) * 4
+        scale = torch.empty(width // BLOCK, padded, device=device).t()[:rows]
+        return Fp8Rows(torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=device), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """codes E4M3 [..., N, K]; scale FP32 [..., N/128, K/128]."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def fp8_gemm(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
+    """[T, K] times [N, K] transposed -> BF16 [T, N], FP32 sums."""
+    assert x.codes.shape[1] == weight.codes.shape[1], (x.codes.shape, weight.codes.shape)
+    if not x.codes.is_cuda:
+        return ref.fp8_gemm(x.codes, x.scale, weight.codes, weight.scale)
+    if x.codes.shape[0] <= SKINNY_ROWS:
+        from worker_svc.ops.skinny_gemm import fp8
+
+        out = torch.empty(x.codes.shape[0], weight.codes.shape[0], dtype=torch.bfloat16, device=x.codes.device)
+        return fp8(x.codes, x.scale, weight.codes, weight.scale, out)
+    from worker_svc.ops.fp8_gemm import deep_gemm
+
+    return deep_gemm.fp8_gemm(x.codes, x.scale, weight.codes, weight.scale)
+
+
+def empty_groups(rows: int, groups: int, width: int, device: torch.device) -> Fp8Rows:
+    """codes [T, G, K] contiguous, scale [T, G, K/128] stored group by group, T innermost, padded to 4."""
+    padded = -(-rows // 4) * 4
+    scale = torch.empty(groups, width // BLOCK, padded, device=device).permute(2, 0, 1)[:rows]
+    return Fp8Rows(torch.empty(rows, groups, width, dtype=torch.float8_e4m3fn, device=device), scale)
+
+
+def fp8_grouped(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
+    """Block-diagonal product (wo_a): x [T, G, K], weight [G, R, K] -> BF16 [T, G, R]."""
+    assert x.codes.shape[1:] == (weight.codes.shape[0], weight.codes.shape[2]), (x.codes.shape, weight.codes.shape)
+    if not x.codes.is_cuda:
+        return ref.fp8_grouped(x.codes, x.scale, weight.codes, weight.scale)
+    if x.codes.shape[0] <= SKINNY_ROWS:
+        from worker_svc.ops.skinny_gemm import fp8_grouped as skinny
+
+        shape = (x.codes.shape[0], *weight.codes.shape[:2])
+        out = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
+        return skinny(x.codes, x.scale, weight.codes, weight.scale, out)
+    from worker_svc.ops.fp8_gemm import deep_gemm
+
+    return deep_gemm.fp8_grouped(x.codes, x.scale, weight.codes, weight.scale)

@@ -1,0 +1,33 @@
+"""FP8 products by DeepGEMM (Hopper): tiles of 128 of K, FP32 sums per tile. Compiles a kernel per (N, K) once."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RECIPE = (1, 128, 128)
+
+
+@cache
+def package() -> Any:
+    """The `deep_gemm` module; ImportError names the package to install."""
+    try:
+        import deep_gemm  # type: ignore[import-not-found, unused-ignore]
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        raise ImportError(f"FP8 products need tokenspeed-deepgemm==2.5.0.post20260629: {error}") from error
+    return deep_gemm
+
+
+def fp8_gemm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """See the door."""
+    out = torch.empty(codes.shape[0], weight.shape[0], dtype=torch.bfloat16, device=codes.device)
+    package().fp8_gemm_nt((codes, scale), (weight, weight_scale), out)
+    return out
+
+
+def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """See the door."""
+    out = torch.empty(codes.shape[0], *weight.shape[:2], dtype=torch.bfloat16, device=codes.device)
+    package().fp8_einsum("bhr,hdr->bhd", (codes, scale), (weight, weight_scale), out, recipe=RECIPE)
+    return out
