@@ -317,10 +317,10 @@ def _fp8_tiles(rows: int, columns: int, inner: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
     found = []
-    for width, warps in ((16, 2), (32, 2), (32, 4), (64, 4)):
-        for step, stages in ((128, 6), (256, 3), (256, 6), (512, 3)):
-            room = (width + (16 if rows <= 16 else rows)) * step * stages
-            if inner % step == 0 and room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
+    for width, warps in ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4)):
+        for step, stages in ((256, 4), (256, 6), (512, 2), (512, 3), (512, 4), (1024, 2)):
+            room = (width + max(8, rows)) * step * stages
+            if inner % (2 * step) == 0 and room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
                 found.append(Tile(width, step, stages, warps))
     return found
 
@@ -329,9 +329,9 @@ def _bf16_tiles(rows: int, columns: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
     found = []
-    for width, warps in ((16, 2), (32, 4), (64, 4)):
-        for step, stages in ((128, 4), (128, 8), (256, 4)):
-            room = (width + (16 if rows <= 16 else rows)) * step * stages * 2
+    for width, warps in ((16, 1), (16, 2), (32, 4), (64, 4)):
+        for step, stages in ((128, 4), (128, 8), (256, 4), (512, 3)):
+            room = (width + max(8, rows)) * step * stages * 2
             if room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
                 found.append(Tile(width, step, stages, warps))
     return found
@@ -433,7 +433,8 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
             torch.cuda.synchronize()
             jit = time.perf_counter() - started
             if t in checks:
-                bench.check(f"experts_{label}_{t}", got, oracle.run(oracle.plan(t, K), x, scale, ids, weights))
+                _check_products(bench, f"experts_{label}_{t}", packed, layer, plan, x, scale, ids, order)
+                bench.check(f"experts_{label}_{t}_whole", got, oracle.run(oracle.plan(t, K), x, scale, ids, weights))
             moved = touched / rounds * EXPERT_BYTES
             flops, peak = 6.0 * t * K * D * INNER, FP8_PEAK if activation == "fp8" else BF16_PEAK
             micros = bench.time(calls, 5)
@@ -448,6 +449,112 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
         torch.cuda.empty_cache()
     for t, (micros, name) in winners.items():
         bench.metrics[f"experts_winner_{t}"] = f"{name} {micros:.1f} us"
+
+
+def _check_products(
+    bench: Bench,
+    name: str,
+    packed: Any,
+    layer: Any,
+    plan: Any,
+    x: Tensor,
+    scale: Tensor | None,
+    ids: Tensor,
+    order: Any,
+) -> None:
+    """Each product alone, on the very inputs it gets: what lies between them rounds twice, and a whole run compared
+    with another one measures how often those roundings fall apart."""
+    from worker_svc.ops import quant_fp4
+
+    t = len(x)
+    hidden = torch.full((t * K, 2 * INNER), float("nan"), dtype=torch.bfloat16, device=bench.device)
+    layer._up(x, scale, order, K, plan.up, hidden)
+    exact = x.float() if scale is None else x.float() * scale.repeat_interleave(128, 1)
+    inner = hidden[:, :INNER].contiguous()
+    inner_scale = None
+    if scale is not None:
+        from worker_svc.ops.quant_fp8 import quantise_rows
+
+        codes = torch.empty(t * K, INNER, dtype=torch.float8_e4m3fn, device=bench.device)
+        inner_scale = torch.empty(t * K, INNER // 128, device=bench.device)
+        quantise_rows(inner, codes, inner_scale)
+        inner = codes
+    out = torch.full((t * K, D), float("nan"), dtype=torch.bfloat16, device=bench.device)
+    layer._down(inner, inner_scale, order, 1, plan.down, out)
+    exact_inner = inner.float() if inner_scale is None else inner.float() * inner_scale.repeat_interleave(128, 1)
+    flat = ids.flatten().long()
+    truths = torch.empty_like(hidden, dtype=torch.float32), torch.empty_like(out, dtype=torch.float32)
+    for expert in sorted(set(flat.tolist())):
+        mine = (flat == expert).nonzero().flatten()
+        truths[0][mine] = exact[mine // K] @ quant_fp4.dequantise(packed.w13[expert], packed.w13_scale[expert]).t()
+        truths[1][mine] = exact_inner[mine] @ quant_fp4.dequantise(packed.w2[expert], packed.w2_scale[expert]).t()
+    bench.check(f"{name}_w13", hidden, truths[0])
+    bench.check(f"{name}_w2", out, truths[1])
+
+
+def expert_tiles(bench: Bench) -> None:
+    """Other tiles of the FP8 expert products at few tokens."""
+    if bench.warming:
+        return
+    import json
+
+    from worker_svc.ops.expert_sort import allocate, sort_slots
+    from worker_svc.ops.fp4_experts import PackedExperts, load_experts
+    from worker_svc.ops.quant_fp8 import quantise_rows
+
+    def codes(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=bench.device)
+
+    packed = PackedExperts(
+        codes(0, 256, EXPERTS, 2 * INNER, D // 2),
+        codes(118, 122, EXPERTS, 2 * INNER, D // 32),
+        codes(0, 256, EXPERTS, D, INNER // 2),
+        codes(118, 122, EXPERTS, D, INNER // 32),
+    )
+    layer: Any = load_experts(packed, limit=10.0, backend="humming")
+    variants: dict[str, dict[str, Any]] = {
+        "stream_k": {"use_stream_k": True},
+        "plain": {"use_stream_k": False},
+        "plain_6": {"use_stream_k": False, "num_stages": 6},
+        "narrow": {"block_shape": (8, 128, 128), "warp_shape": (8, 16, 128), "use_stream_k": False, "num_stages": 6},
+        "narrow_3": {
+            "block_shape": (8, 128, 128),
+            "warp_shape": (8, 16, 128),
+            "use_stream_k": False,
+            "num_stages": 6,
+            "num_ctas_per_sm": 3,
+        },
+        "wide": {"block_shape": (8, 512, 128), "warp_shape": (8, 64, 128), "use_stream_k": False, "num_ctas_per_sm": 1},
+    }
+    for t in (1, 2, 4, 8, 16):
+        rounds = 8
+        for product, columns, inner, k in ((layer._up, 2 * INNER, D, K), (layer._down, D, INNER, 1)):
+            name = "w13" if k == K else "w2"
+            work, touched = [], 0
+            for _ in range(rounds):
+                ids = torch.rand(t, EXPERTS, device=bench.device).topk(K, 1).indices.int().contiguous()
+                touched += len(set(ids.flatten().tolist()))
+                order = allocate(t, K, EXPERTS, 8, bench.device)
+                sort_slots(ids, order)
+                rows = t if k == K else t * K
+                x8 = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=bench.device)
+                scale = torch.empty(rows, inner // 128, device=bench.device)
+                quantise_rows(torch.randn(rows, inner, device=bench.device, dtype=torch.bfloat16), x8, scale)
+                out = torch.empty(t * K, columns, dtype=torch.bfloat16, device=bench.device)
+                work.append((x8, scale, order, out))
+            results = []
+            for label, change in variants.items():
+                tile = json.dumps(product.tile(8, K, "fp8") | change)
+                try:
+                    micros = bench.time([partial(product, x, s, o, k, tile, out) for x, s, o, out in work], 5)
+                except Exception as error:  # noqa: BLE001 - a tile that does not compile is a result
+                    print(f"  {name} {t} {label}: {type(error).__name__} {str(error)[:100]}")
+                    continue
+                results.append((micros, label))
+            moved = touched / rounds * columns * inner * (1 / 2 + 1 / 32)
+            line = ", ".join(f"{label} {micros:.1f}" for micros, label in sorted(results))
+            print(f"{name} {t} tokens, floor {moved / BANDWIDTH * 1e6:.1f} us: {line}", flush=True)
+            bench.metrics[f"tiles_{name}_{t}"] = line
 
 
 # Sampling
@@ -495,8 +602,9 @@ def sampling(bench: Bench, rows: Sequence[int]) -> None:
 PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary": lambda bench, tune: boundary(bench, (1, 8, 64, 256, 1024, 4096)),
     "routing": lambda bench, tune: routing(bench, (1, 8, 64, 256, 1024, 4096, 16384)),
-    "skinny": lambda bench, tune: skinny(bench, (1, 16, 64) if tune else ROWS, tune=tune),
+    "skinny": lambda bench, tune: skinny(bench, (1, 16) if tune else ROWS, tune=tune),
     "experts": lambda bench, tune: experts(bench, TOKENS),
+    "expert_tiles": lambda bench, tune: expert_tiles(bench),
     "sampling": lambda bench, tune: sampling(bench, (1, 64, 256)),
 }
 
@@ -542,7 +650,9 @@ def _warm(job: tuple[str, int, int, bool]) -> str:
 def run(args: list[str]) -> dict[str, float | int | str]:
     """Check and time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_ops", description=TITLE)
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--parts", default=",".join(p for p in PARTS if p != "expert_tiles"), help=f"which of {', '.join(PARTS)}"
+    )
     parser.add_argument("--tune", action="store_true", help="also try other tiles of the skinny products")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that compile beforehand")
     options = parser.parse_args(args)

@@ -49,7 +49,7 @@ def pre_norm(
     sf2: Tensor | None,
 ) -> None:
     """See the door."""
-    sizes = torch.tensor([STREAMS, STREAMS, STREAMS * STREAMS])
+    sizes = torch.tensor([STREAMS, STREAMS, STREAMS * STREAMS], device=x.device)
     mixes = _mixes(x, mixer, torch.repeat_interleave(mixer.scale, sizes), rules)
     pre, new_post, new_comb = mix_weights(mixes, STREAMS, rules.iterations, rules.eps)
     post.copy_(new_post)

@@ -102,7 +102,7 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> No
 
 
 def _row_tile(rows):
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+    return max(8, triton.next_power_of_2(rows))
 
 
 @triton.jit
@@ -127,28 +127,37 @@ def _fp8(
     STEP: tl.constexpr,
     TO_BF16: tl.constexpr,
 ):
-    """TILE columns of one group. TILE divides 128, so all of them share the weight's scales."""
+    """TILE columns of one group, as rows of the product: weights are its left operand. TILE divides 128, so all share
+    the weight's scales. The scales of a step are loaded a step ahead: nothing else would hide that latency."""
+    PARTS: tl.constexpr = STEP // 128
+    BLOCKS: tl.constexpr = INNER // 128
     group = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, 128)
+    p = tl.arange(0, PARTS)
     here = m < rows
-    x = x_ptr + m[:, None] * x_row + group * x_group + k[None, :]
-    sx = sx_ptr + m * sx_row + group * sx_group
-    w = w_ptr + (group * COLUMNS + n)[None, :] * INNER + k[:, None]
-    sw = sw_ptr + (group * tl.cdiv(COLUMNS, 128) + tl.program_id(0) * TILE // 128) * (INNER // 128)
-    acc = tl.zeros((ROWS, TILE), tl.float32)
-    inside = (n < COLUMNS)[None, :]
+    inside = n < COLUMNS
+    x = x_ptr + m[None, :] * x_row + group * x_group + k[:, None]
+    sx = sx_ptr + m[None, :] * sx_row + group * sx_group
+    w = w_ptr + (group * COLUMNS + n)[:, None] * INNER + k[None, :]
+    sw = sw_ptr + (group * tl.cdiv(COLUMNS, 128) + tl.program_id(0) * TILE // 128) * BLOCKS
+    acc = tl.zeros((TILE, ROWS), tl.float32)
+    factors = tl.load(sx + p[:, None] * sx_block, mask=here[None, :], other=0.0) * tl.load(sw + p)[:, None]
     for step in range(0, INNER, STEP):
-        for part in tl.static_range(0, STEP, 128):
-            at = step + part
-            weight = tl.load(w + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            codes = tl.load(x + at, mask=here[:, None], other=0.0)
-            factor = tl.load(sx + at // 128 * sx_block, mask=here, other=0.0) * tl.load(sw + at // 128)
-            acc += dot(codes, weight, tl.zeros((ROWS, TILE), tl.float32)) * factor[:, None]
-    out = out_ptr + m[:, None] * out_row + group * out_group + n[None, :]
+        b = tl.minimum(step // 128 + PARTS + p, BLOCKS - 1)
+        ahead = tl.load(sx + b[:, None] * sx_block, mask=here[None, :], other=0.0)
+        ahead_w = tl.load(sw + b)
+        for part in tl.static_range(PARTS):
+            at = step + part * 128
+            weight = tl.load(w + at, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+            codes = tl.load(x + at, mask=here[None, :], other=0.0)
+            factor = tl.sum(tl.where(p[:, None] == part, factors, 0.0), 0)
+            acc += dot(weight, codes, tl.zeros((TILE, ROWS), tl.float32)) * factor[None, :]
+        factors = ahead * ahead_w[:, None]
+    out = out_ptr + m[None, :] * out_row + group * out_group + n[:, None]
     value = to_bf16(acc) if TO_BF16 else acc
-    tl.store(out, value, mask=here[:, None] & inside)
+    tl.store(out, value, mask=here[None, :] & inside[:, None])
 
 
 @triton.jit
@@ -166,22 +175,22 @@ def _bf16(
     STEP: tl.constexpr,
     TO_BF16: tl.constexpr,
 ):
-    """TILE columns over one part of K."""
+    """TILE columns over one part of K, the weights as left operand."""
     part = tl.program_id(1)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = tl.arange(0, ROWS)
     k = part * (STEPS * STEP) + tl.arange(0, STEP)
     here = m < rows
     inside = n < COLUMNS
-    x = x_ptr + m[:, None] * x_row + k[None, :]
-    w = w_ptr + n[None, :].to(tl.int64) * INNER + k[:, None]
-    acc = tl.zeros((ROWS, TILE), tl.float32)
+    x = x_ptr + m[None, :] * x_row + k[:, None]
+    w = w_ptr + n[:, None].to(tl.int64) * INNER + k[None, :]
+    acc = tl.zeros((TILE, ROWS), tl.float32)
     for step in range(STEPS):
         left = INNER - step * STEP
-        weight = tl.load(w, mask=inside[None, :] & (k < left)[:, None], other=0.0, eviction_policy="evict_first")
-        acc = dot(tl.load(x, mask=here[:, None] & (k < left)[None, :], other=0.0), weight, acc)
+        weight = tl.load(w, mask=inside[:, None] & (k < left)[None, :], other=0.0, eviction_policy="evict_first")
+        acc = dot(weight, tl.load(x, mask=here[None, :] & (k < left)[:, None], other=0.0), acc)
         x += STEP
         w += STEP
-    out = out_ptr + (part * rows + m)[:, None].to(tl.int64) * COLUMNS + n[None, :]
+    out = out_ptr + (part * rows + m)[None, :].to(tl.int64) * COLUMNS + n[:, None]
     value = to_bf16(acc) if TO_BF16 else acc
-    tl.store(out, value, mask=here[:, None] & inside[None, :])
+    tl.store(out, value, mask=here[None, :] & inside[:, None])
