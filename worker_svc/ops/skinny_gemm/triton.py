@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN202, N803, N806
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Skinny products in Triton: a program owns a few output columns and streams their weight rows through deep pipelines.
