@@ -28,13 +28,14 @@ def paged_attention(
     codes: Tensor,
     code_scale: Tensor,
 ) -> None:
-    """q BF16 [T, H, 512] (any token stride) over the pools' rows that the lists name (int32, -1 = none, the first
-    window_len[t] and entry_len[t] count); sink FP32 [H]; turns FP32 [positions, 32, 2].
+    """q BF16 or FP16 [T, H, 512] (any token stride) over the pools' rows that the lists name (int32, -1 = none; the
+    first window_len[t] and entry_len[t] count); sink FP32 [H]; turns FP32 [positions, 32, 2].
 
     Writes codes E4M3 [T, G, H / G * 512] and code_scale FP32 [T, G, H / G * 4] (any strides).
     """
     tokens, heads = q.shape[:2]
-    assert q.shape == (tokens, heads, HEAD_DIM) and q.dtype == torch.bfloat16 and sink.shape == (heads,), q.shape
+    assert q.shape == (tokens, heads, HEAD_DIM) and sink.shape == (heads,), (q.shape, sink.shape)
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
     assert (entries is None) == (entry_rows is None) == (entry_len is None), "a pool comes with its lists"
     assert codes.is_contiguous() and codes.shape[2] * codes.shape[1] == heads * HEAD_DIM, codes.shape
     assert code_scale.shape == (tokens, codes.shape[1], codes.shape[2] // 128), code_scale.shape

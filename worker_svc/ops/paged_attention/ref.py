@@ -24,5 +24,5 @@ def paged_attention(
 ) -> None:
     """See the door."""
     rows = (window, window_rows, window_len, entries, entry_rows, entry_len)
-    out = decode_attention(q.contiguous(), *rows, sink, scale, DecodePlan())
-    attention_output.ref.attention_output(out.to(torch.bfloat16), turns, positions, codes, code_scale)
+    out = decode_attention(q.to(torch.bfloat16).contiguous(), *rows, sink, scale, DecodePlan())
+    attention_output.ref.attention_output(out, turns, positions, codes, code_scale)

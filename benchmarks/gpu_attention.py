@@ -1,0 +1,126 @@
+"""Attention-side kernels on this GPU: right against torch on fresh inputs, and microseconds inside a CUDA graph.
+
+Covers what lies between the products of a layer: step lists, latents and KV rows, compressors, query heads, indexer
+scores and selection, attention over rows, output quantisation, and the gathers of prefill, at the shapes of Flash. Each
+time is a median of replays of a graph that walks several layers' pools. Where FlashMLA or DeepGEMM is installed, they
+are timed on the same inputs. `--tune` times tiles of the attention kernel beside the built-in ones.
+"""
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks import _gpu_attention_checks as checks
+from benchmarks._gpu_attention_cases import CHUNK_OPS, DECODE_OPS, Chunk, Decode
+
+TITLE = "GPU attention kernels: error against torch, microseconds per launch (needs a GPU)"
+
+Metrics = dict[str, float | int | str]
+
+
+def run(args: list[str]) -> Metrics:
+    """All checks, then the times of decode at several batches and contexts and of one prefill chunk."""
+    parser = argparse.ArgumentParser(prog="gpu_attention")
+    parser.add_argument("--tune", action="store_true", help="time tiles of the attention kernel")
+    parser.add_argument("--no-checks", action="store_true")
+    options = parser.parse_args(args)
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_attention needs an NVIDIA GPU; on a CPU `pytest tests/ops` runs the same kernels")
+    torch.manual_seed(0)
+    metrics: Metrics = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+    with torch.inference_mode():
+        if not options.no_checks:
+            metrics |= _checked()
+        for tokens, context in ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (8, 65536), (1, 1 << 20)):
+            metrics |= _decode_times(tokens, context, tune=options.tune)
+        metrics |= _chunk_times(4096)
+    return metrics
+
+
+def _checked() -> Metrics:
+    found: Metrics = {}
+    for name, error in checks.all_checks():
+        found[f"{name}_error"] = error
+        print(f"{name:28s} error {error:.2e}{'' if error <= checks.LIMITS.get(name, 2e-3) else '   WRONG'}", flush=True)
+    return found
+
+
+def _decode_times(tokens: int, context: int, *, tune: bool) -> Metrics:
+    layers = [Decode(tokens, context, seed) for seed in range(8 if tokens < 64 and context < 1 << 20 else 3)]
+    found: Metrics = {}
+    label = f"b{tokens}_{context // 1024}k"
+    for name, op in DECODE_OPS.items():
+        micros = _time([partial(op, layer) for layer in layers])
+        if micros is not None:
+            found[f"{name}_{label}_us"] = round(micros, 2)
+    _table(label, found)
+    if tune and context == 4096:
+        found |= _tiles(layers, label)
+    return found
+
+
+def _chunk_times(tokens: int) -> Metrics:
+    chunk = Chunk(tokens)
+    found: Metrics = {}
+    for name, op in CHUNK_OPS.items():
+        micros = _time([partial(op, chunk)])
+        if micros is not None:
+            found[f"{name}_p{tokens}_us"] = round(micros, 2)
+    _table(f"prefill {tokens}", found)
+    return found
+
+
+def _tiles(layers: Sequence[Decode], label: str) -> Metrics:
+    """Times of `attend` alone over keys per tile, warps, stages, splits, and the type of the queries."""
+    from worker_svc.ops.sparse_attention import triton as kernels
+
+    found: Metrics = {}
+    built_in = kernels.KEYS, kernels.WARPS, kernels.STAGES
+    tokens = layers[0].tokens
+    for keys, warps, stages, half in itertools.product((32, 64), (8,), (1, 2), (True, False)):
+        kernels.KEYS, kernels.WARPS, kernels.STAGES = keys, warps, stages
+        for splits in sorted({1, 2, 3, 5, 10, 20} if tokens < 64 else {1, 2, 3}):
+            micros = _time([partial(layer.attend, splits, half=half) for layer in layers])
+            if micros is not None:
+                found[f"attend_{label}_k{keys}_w{warps}_s{stages}_n{splits}_{'f16' if half else 'bf16'}_us"] = round(
+                    micros, 2
+                )
+    kernels.KEYS, kernels.WARPS, kernels.STAGES = built_in
+    best = sorted(found.items(), key=lambda item: float(item[1]))[:6]
+    print("  best tiles:", *(f"{name}={value}" for name, value in best), sep="\n    ", flush=True)
+    return found
+
+
+def _time(calls: Sequence[Callable[[], object]], repeat: int = 4, replays: int = 12) -> float | None:
+    """Median microseconds of one call; None, with the reason printed, if it cannot run here."""
+    try:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeat):
+                for call in calls:
+                    call()
+    except Exception as error:  # noqa: BLE001 - a kernel that fails here is a line of the table
+        print(f"    failed: {type(error).__name__}: {str(error)[:160]}", flush=True)
+        return None
+    graph.replay()
+    marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
+    return float(statistics.median(times)) * 1000 / (repeat * len(calls))
+
+
+def _table(label: str, found: Metrics) -> None:
+    names = {name.split(f"_{label}")[0].split("_p")[0]: value for name, value in found.items()}
+    print(label, " ".join(f"{name} {value}" for name, value in names.items()), flush=True)
