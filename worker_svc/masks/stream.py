@@ -92,6 +92,9 @@ class MaskStream:
                 self._refused(reason)
             except (grpc.aio.AioRpcError, MeshError, TimeoutError, asyncio.InvalidStateError) as error:
                 reason = reason_of(error)
+            except Exception as error:  # ours; without masks for good nobody would learn of it
+                log.exception("the mask stream failed")
+                reason = type(error).__name__
             if self._attached:
                 self._attached, pauses, said = False, _pauses(), ""
                 self._counted.add(event="lost")
