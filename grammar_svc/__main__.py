@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from grammar_svc.config import GrammarConfig
 from grammar_svc.standby import Place, until_free, until_served, until_signalled, until_taken
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from grammar_svc.children import Children
     from grammar_svc.vocabulary import Vocabulary
 
+OTHERS_AFTER_S: Final = 1.0  # one compile process is enough to begin with; importing in others would delay first work
+
 log = logging.getLogger(__name__)
 
 
@@ -39,8 +41,9 @@ class _Parts:
 
 
 def _prepare(config: GrammarConfig) -> _Parts:
-    # Slow to import (the compiler loads torch): after flags and config have been found good.
-    from grammar_svc import compiler
+    # Slow to import (the compiler loads torch): after flags and config have been found good. All of it here: a standby
+    # that takes over has no time for it.
+    from grammar_svc import attach, compiler, servicer  # noqa: F401
     from grammar_svc.children import Children
     from grammar_svc.vocabulary import read_vocabulary
 
@@ -138,8 +141,10 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     )
 
     async def work() -> None:
-        await children.start()
+        await children.start(1)
         await health.set_ready(True)
+        await asyncio.sleep(OTHERS_AFTER_S)
+        await children.start()
         if place is not None:
             place.announce()
         sizes = metrics.gauge("v4mesh_grammar_cache_bytes", "Bytes of compiled grammars kept")

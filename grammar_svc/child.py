@@ -90,4 +90,7 @@ def _limit_cpu(seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        sys.exit(0)  # the service is gone
