@@ -16,6 +16,7 @@ from gateway.completion_answer import CompletionAnswer
 from gateway.errors import invalid, missing_part
 from gateway.exchange import Exchange, json_response
 from gateway.generation import Job
+from gateway.hosted import completion_as_hosted
 from gateway.schema import CompletionRequest
 from gateway.service import Gateway
 from gateway.text.chat_encoding import MissingMarkerError, encode_fim
@@ -39,6 +40,8 @@ Prompt = str | list[int]
 
 async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     body = await gateway.body(exchange, CompletionRequest)
+    if gateway.config.api_profile == "deepseek":
+        body = completion_as_hosted(body, gateway.model)
     check_model(body.model, gateway.model)
     sampling = _check(gateway, body)
     prompts = prompts_of(gateway, body.prompt)

@@ -1,17 +1,20 @@
-"""The `deepseek` profile: a chat request as the hosted service would take it.
+"""The `deepseek` profile: a request of chat or completions as the hosted service would take it.
 
 Fields it ignores are dropped here, what it refuses is a 400. Refusals that depend on the conversation are the
 encoder's (`text.chat_encoding`). The `open` profile honours everything that was sent.
 """
 
+from typing import TypeVar
+
 import msgspec
 
 from gateway.errors import ApiError, invalid
 from gateway.models import ServedModel
-from gateway.schema import ChatRequest
+from gateway.schema import ChatRequest, CompletionRequest, RequestFields
 from gateway.text.chat_encoding import ChatOptions
 
 STOPS = 16
+COMPLETION_TOKENS = 4_096
 THINKING_TOP_P = 0.95  # where tools may be called
 _IGNORED = (
     "top_k",
@@ -59,7 +62,10 @@ _IGNORED = (
 _IGNORED_THINKING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
-def as_hosted(body: ChatRequest, model: ServedModel) -> ChatRequest:
+Request = TypeVar("Request", bound=RequestFields)
+
+
+def as_hosted(body: Request, model: ServedModel) -> Request:
     """The request without what the hosted service ignores. Raises 400 for what it refuses."""
     if not model.answers_to(body.model):
         raise ApiError(400, f"Model Not Exist: {body.model!r}; this server has {model.name!r}", param="model")
@@ -69,7 +75,16 @@ def as_hosted(body: ChatRequest, model: ServedModel) -> ChatRequest:
         raise invalid("stop", f"stop has {len(body.stop)} strings; allowed are {STOPS}")
     if isinstance(body.response_format, dict) and body.response_format.get("type") == "structural_tag":
         raise invalid("response_format", "response_format.type is 'structural_tag', which the hosted service lacks")
-    return msgspec.structs.replace(body, **dict.fromkeys(_IGNORED))
+    dropped = [name for name in _IGNORED if name in body.__struct_fields__]
+    return msgspec.structs.replace(body, **dict.fromkeys(dropped))
+
+
+def completion_as_hosted(body: CompletionRequest, model: ServedModel) -> CompletionRequest:
+    """The same for completions, whose answers are short there."""
+    body = as_hosted(body, model)
+    if body.max_tokens is not None:
+        body.max_tokens = min(body.max_tokens, COMPLETION_TOKENS)
+    return body
 
 
 def sampled_as_hosted(body: ChatRequest, options: ChatOptions) -> ChatRequest:

@@ -6,6 +6,7 @@ known; the gateway refuses to serve a worker whose vocabulary is not the tokeniz
 
 import time
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ class ServedModel:
             "owned_by": "v4mesh",
             "root": self.root or self.name,
             "parent": None,
+            "type": "model",  # from here on Anthropic's names
+            "display_name": self.name,
+            "created_at": datetime.fromtimestamp(self.created, UTC).isoformat(),
             "max_model_len": self.max_context,
         }
 

@@ -23,7 +23,10 @@ HEALTH_SECONDS = 20.0
 
 
 async def list_models(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
-    return json_response(exchange, {"object": "list", "data": [gateway.model.card()]})
+    """The one model, as OpenAI lists it and as Anthropic does."""
+    name = gateway.model.name
+    listed = {"object": "list", "data": [gateway.model.card()], "has_more": False, "first_id": name, "last_id": name}
+    return json_response(exchange, listed)
 
 
 async def one_model(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:

@@ -101,7 +101,7 @@ ROUTES = (
     Route(("/generate",), ("POST", "PUT"), generate, "text_completion", body=GenerateRequest),
     Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize, body=TokenizeRequest),
     Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize, body=DetokenizeRequest),
-    Route(("/v1/models", "/models"), ("GET",), list_models),
+    Route(("/v1/models", "/models", "/anthropic/v1/models"), ("GET",), list_models),
     Route(("/health", "/"), ("GET",), health, open=True),  # clients ask the root whether a server is there
     Route(("/ping",), ("GET", "POST"), health, open=True),
     Route(("/health_generate",), ("GET",), health_generate, open=True),
@@ -119,6 +119,7 @@ _RESPONSE = Route(("/v1/responses/{id}",), ("GET", "POST", "DELETE"), one_respon
 _PREFIXES = (
     ("/v1/models/", _MODEL),
     ("/models/", _MODEL),
+    ("/anthropic/v1/models/", _MODEL),
     ("/v1/responses/", _RESPONSE),
     ("/responses/", _RESPONSE),
 )

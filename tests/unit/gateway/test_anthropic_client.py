@@ -95,6 +95,12 @@ async def test_tokens_are_counted_without_running(client, served):
     assert (await client.beta.messages.count_tokens(**options)).input_tokens == counted.input_tokens
 
 
+async def test_models(client):
+    listed = [model async for model in client.models.list()]
+    assert [(model.id, model.type, model.display_name) for model in listed] == [("v4-nano", "model", "v4-nano")]
+    assert (await client.models.retrieve("v4-nano")).created_at == listed[0].created_at
+
+
 async def test_errors_are_the_clients_own_classes(client, served):
     with pytest.raises(anthropic.BadRequestError) as refused:
         await client.messages.create(messages=USER, extra_body={"temperature": 3}, **OPTIONS)

@@ -79,6 +79,15 @@ async def test_usage_rides_on_the_chunk_that_ends(hosted, served):
     assert [part["usage"] for part in parts[-2:]] == [whole, whole] and parts[-1]["choices"] == []
 
 
+async def test_completions(hosted):
+    body = {"model": "v4-nano", "prompt": "a", "suffix": "b", "max_tokens": 5_000, "top_k": 3, "echo": False}
+    assert (await hosted.post("/beta/completions", body))[0] == 200
+    assert hosted.mesh.starts[-1].params.top_k == 0
+    assert hosted.mesh.starts[-1].params.max_tokens <= 4_096
+    status, answer, _ = await hosted.post("/beta/completions", {**body, "n": 2})
+    assert (status, answer["error"]["param"]) == (400, "n")
+
+
 async def test_images_are_told_as_such(hosted, served):
     assert (await hosted.post(PATH, {**BODY, "messages": [IMAGE], "thinking": OFF}))[0] == 200
     prompt = hosted.mesh.tokenizer.decode(hosted.mesh.starts[-1].prompt.tolist(), skip_special_tokens=False)

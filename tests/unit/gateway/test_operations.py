@@ -17,7 +17,8 @@ async def test_models(served):
     _, body, _ = await served.get("/v1/models")
     card = body["data"][0]
     assert (card["id"], card["object"], card["max_model_len"]) == ("v4-nano", "model", 4096)
-    assert set(card) == {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"}
+    names = {"id", "object", "created", "owned_by", "root", "parent", "max_model_len"}
+    assert set(card) == names | {"type", "display_name", "created_at"}
     assert (await served.get("/v1/models/v4-nano"))[1] == card
     status, body, _ = await served.get("/v1/models/deepseek-ai/other")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
