@@ -1,11 +1,12 @@
-# ruff: noqa: ANN001, ANN201, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Device functions of the attention-side Triton kernels: rotation of pairs, E4M3 blocks, KV rows in their pools.
 
 A KV row is a tile [8, 64]: seven blocks with a scale each and the rotated block, kept in BF16. Page layouts are those
 of `ops.kv_rows`. Import only where triton is installed.
 """
+
+# ruff: noqa: ANN001, ANN201, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl

@@ -1,10 +1,11 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Inverse rotation and FP8 quantisation of attention outputs: one program per token and few heads.
 
 A head is four blocks of 128 values; the last 64 of the last block turn back. Bound by memory: 1 KB in, 512 bytes out.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl

@@ -1,6 +1,3 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Compressor kernels: a program per token and compressor keeps the state and, if the token closes one, makes the entry.
 
 Most programs only add ape and store 2 to 8 KB. An emitting one reads the window (C4: 8 half states, C128: 128 states)
@@ -8,6 +5,10 @@ from the batch where the batch has them, else from the ring, so that it never wa
 is why a ring must have room for a window and all tokens of a row. C128 reads 512 KB in an online softmax: rare enough
 (one token in 128) that its latency does not show on average.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 from __future__ import annotations
 

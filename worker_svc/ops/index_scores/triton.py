@@ -1,11 +1,12 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Indexer scores in Triton: FP8 products of keys and query heads, relu, weighted sum over the heads.
 
 Keys are the rows of the product and heads its columns, so that the sum over heads stays inside a warp. The decode form
 reads keys where they lie in the page pool; programs beyond a token's length end at once.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl

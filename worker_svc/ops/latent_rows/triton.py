@@ -1,11 +1,12 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Query latent and KV row in one launch: two programs per token, one for each.
 
 The KV row is a tile of 8 blocks of 64 values, of which the last is the rotated one: a block maximum is a scale's.
 Small and bound by launch and memory latency in decode; in prefill it reads its input and writes its output once.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import torch
 import triton

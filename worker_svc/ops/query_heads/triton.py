@@ -1,12 +1,13 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Query heads and indexer queries of one token in one launch: programs of a few heads each, then the indexer's.
 
 A head is read once, its rotated pairs a second time as pairs (from the first-level cache), so that no element is
 exchanged between threads and the update can be in place. The Hadamard transform is a product with a +-1 matrix on the
 tensor cores, exact but for FP32 accumulation.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 from __future__ import annotations
 

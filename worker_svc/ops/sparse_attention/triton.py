@@ -1,6 +1,3 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Attention over numbered KV rows in Triton: split over the keys for few tokens, then one pass that joins the splits.
 
 A tile of rows is dequantised once into shared memory, in the type of the queries, and serves as keys and as values.
@@ -8,6 +5,10 @@ FP16 queries make that cheapest (FP16 holds E4M3 values exactly, and their scale
 BF16 queries work as well. The joining pass adds the sink; it can also turn the output back and quantise it, which saves
 a launch and a trip through memory.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import torch
 import triton

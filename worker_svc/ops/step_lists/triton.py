@@ -1,7 +1,8 @@
+"""All lists of one token by one program. Lists of C128 entries are rewritten in whole blocks up to the length only."""
+
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
-"""All lists of one token by one program. Lists of C128 entries are rewritten in whole blocks up to the length only."""
 
 from __future__ import annotations
 

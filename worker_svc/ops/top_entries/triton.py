@@ -1,12 +1,13 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Exact selection of the k highest scores of a row by one program: radix search of the k-th value, then compaction.
 
 Scores become integers of the same order. Four passes over a row find the k-th value byte by byte from histograms; a
 last pass writes everything above it, and of its equals the first that fit, at places given by running sums: ascending
 by construction, equal in every run. A row of few scores stays in the first-level cache between the passes.
 """
+
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl
