@@ -18,6 +18,8 @@ _ORDER = (*range(len(KNOTS) + 1, -1, -1), *range(len(KNOTS) + 2, TERMS))
 _EACH = 0.05  # weight of a new step in its bucket once that has twenty
 _OUTLIER = 3.0  # a step this many times longer or shorter than its like counts as just so many times
 _GROWTH = 4  # a chunk may be so many times the largest one timed: the model is not trusted far beyond what it saw
+_EARLY = 32  # steps after each of which the model is fitted wholly
+_SWEEPS = 8  # of a later fit, per step: a twentieth of a millisecond
 _FIRST = 256  # tokens of the first chunk
 
 
@@ -45,6 +47,36 @@ class _Bucket:
 
 
 @dataclass(slots=True, eq=False)
+class _Fit:
+    """A fit under way: argmin over c >= 0 of c'Gc/2 - c'r. `c` holds scaled coefficients, `product` is G c."""
+
+    gram: list[list[float]]
+    rhs: list[float]
+    scale: list[float]
+    c: list[float]
+    product: list[float]
+    sweeps: int = 60
+
+    def run(self, sweeps: int) -> bool:
+        """So many sweeps of coordinate descent, which explains by tokens what it can. True when it is done."""
+        c, product = self.c, self.product
+        for _ in range(min(sweeps, self.sweeps)):
+            self.sweeps -= 1
+            moved = 0.0
+            for i in _ORDER:
+                row = self.gram[i]
+                by = max(-c[i], (self.rhs[i] - product[i]) / row[i])
+                if by:
+                    c[i] += by
+                    moved = max(moved, abs(by))
+                    for j, g in enumerate(row):
+                        product[j] += g * by
+            if moved <= 1e-9 * max(c):
+                return True
+        return not self.sweeps
+
+
+@dataclass(slots=True, eq=False)
 class CostModel:
     """One worker group's step times, in nanoseconds. Deterministic: the same steps give the same answers."""
 
@@ -57,6 +89,7 @@ class CostModel:
     _buckets: dict[tuple[int, int, int], _Bucket] = field(default_factory=dict)
     _coef: list[float] = field(default_factory=lambda: [0.0] * TERMS)
     _stale: int = 0
+    _fit: _Fit | None = None
 
     # ---- learning ----
 
@@ -83,7 +116,7 @@ class CostModel:
         bucket = self._buckets.get(key)
         if bucket is None:
             self._buckets[key] = _Bucket(_terms(shape), float(took_ns))
-            self._fit()
+            self._learn(start=True)
             return
         bucket.n += 1
         weight = max(_EACH, 1 / bucket.n)
@@ -96,13 +129,20 @@ class CostModel:
         for i, term in enumerate(_terms(shape)):
             bucket.terms[i] += weight * (term - bucket.terms[i])
         self._stale += 1
-        # A fit takes a millisecond or two of a loop that has three per step: rare while predictions are right.
-        if self._stale >= (32 if self.error > 0.1 else 512) or self.steps < 32:
-            self._fit()
+        self._learn(start=self._stale >= (32 if self.error > 0.1 else 512) or self.steps < _EARLY)
 
-    def _fit(self) -> None:
+    def _learn(self, *, start: bool) -> None:
+        """Begin a fit, or go on with it: a few sweeps per step, since a whole one would hold up the next frame."""
+        if start:
+            self._stale = 0
+            self._fit = self._begin()
+        fit = self._fit
+        if fit is not None and fit.run(_SWEEPS if self.steps >= _EARLY else fit.sweeps):
+            self._coef = [c / s for c, s in zip(fit.c, fit.scale, strict=True)]
+            self._fit = None
+
+    def _begin(self) -> _Fit:
         """Non-negative least squares on the buckets, each divided by its time, from the last solution on."""
-        self._stale = 0
         buckets = list(self._buckets.values())
         # Until little and much were timed, half of the shortest step counts as what any step costs.
         buckets.append(_Bucket([1.0] + [0.0] * (TERMS - 1), 0.5 * min(b.took for b in buckets)))
@@ -114,10 +154,8 @@ class CostModel:
         x = x / scale
         gram = x.T @ x
         gram[np.diag_indices(TERMS)] += 1e-6
-        self._coef = _solve(
-            gram.tolist(), (x.T @ (took * weight)).tolist(), [c * s for c, s in zip(self._coef, scale, strict=True)]
-        )
-        self._coef = [float(c / s) for c, s in zip(self._coef, scale, strict=True)]
+        c = np.array(self._coef) * scale
+        return _Fit(gram.tolist(), (x.T @ (took * weight)).tolist(), scale.tolist(), c.tolist(), (gram @ c).tolist())
 
     # ---- answers ----
 
@@ -182,18 +220,3 @@ def _terms(shape: Shape) -> list[float]:
         float(shape.row_context),
         float(shape.chunk_work),
     ]
-
-
-def _solve(gram: list[list[float]], rhs: list[float], start: list[float], sweeps: int = 60) -> list[float]:
-    """argmin over c >= 0 of c'Gc/2 - c'r by coordinate descent, which explains by tokens what it can."""
-    c = list(start)
-    for _ in range(sweeps):
-        moved = 0.0
-        for i in _ORDER:
-            row = gram[i]
-            new = max(0.0, c[i] + (rhs[i] - sum(g * v for g, v in zip(row, c, strict=True))) / row[i])
-            moved = max(moved, abs(new - c[i]))
-            c[i] = new
-        if moved <= 1e-9 * max(c):
-            break
-    return c

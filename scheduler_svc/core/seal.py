@@ -11,14 +11,28 @@ from scheduler_svc.core.request import Phase, Saved, Seq, tokens_of
 from scheduler_svc.core.state import Rank, State, Worker
 from scheduler_svc.core.tails import INTERVAL_TOKENS, Reason
 
+_AT_ONCE = 4  # decoding choices sealed with one frame, ...
+_SHARE = 64  # ... or such a part of those that wait: all are done well before they fill another page
+
 
 def seal_all(st: State, worker: Worker) -> None:
-    """Publish, with the next frame, what was booked since the last one."""
-    for seq in worker.sealing:
-        if seq.worker == worker.name and seq.phase in (Phase.PREFILL, Phase.DECODE):
-            seal(st, worker, seq)
-            _keep_spare(st, worker, seq)
-    worker.sealing.clear()
+    """Publish, with the next frame, what was booked since the last one.
+
+    Choices that began together fill their pages together: of those that decode a few are sealed per frame, in turn,
+    since each page's key is some ten microseconds of hashing, and a frame is waited for.
+    """
+    waiting, worker.sealing = worker.sealing, []
+    most = max(_AT_ONCE, len(waiting) // _SHARE)
+    for seq in waiting:
+        if seq.worker != worker.name or seq.phase not in (Phase.PREFILL, Phase.DECODE):
+            continue
+        if seq.phase is Phase.DECODE:
+            if not most:
+                worker.sealing.append(seq)
+                continue
+            most -= 1
+        seal(st, worker, seq)
+        _keep_spare(st, worker, seq)
 
 
 def seal(st: State, worker: Worker, seq: Seq) -> None:
