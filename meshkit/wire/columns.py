@@ -68,8 +68,12 @@ def clip(text: str) -> str:
 
 def get_i32(data: bytes, field: str, *, low: int = 0, high: int = MAX_I32, length: int | None = None) -> I32:
     """Read an int32 column as a read-only view; every value in low..high, exactly `length` items when given."""
-    column = np.frombuffer(data, "<i4") if _whole(data, 4, field, length) else _EMPTY_I32
-    _within(column, field, low, high)
+    if not _whole(data, 4, field, length):
+        return _EMPTY_I32
+    column = np.frombuffer(data, "<i4")
+    # Seen as unsigned, a negative value is beyond any int32: one pass where 0 is the least.
+    if low or int(np.maximum.reduce(column.view("<u4"))) > high:
+        _within(column, field, low, high)
     return column
 
 
@@ -81,15 +85,20 @@ def get_i64(data: bytes, field: str, *, length: int | None = None) -> NDArray[np
 
 def get_f32(data: bytes, field: str, *, length: int | None = None) -> F32:
     """Read a float32 column; NaN is refused, infinities are values (a masked token's log-probability)."""
-    column = np.frombuffer(data, "<f4") if _whole(data, 4, field, length) else _EMPTY_F32
+    if not _whole(data, 4, field, length):
+        return _EMPTY_F32
+    column = np.frombuffer(data, "<f4")
     if np.isnan(column).any():
         raise WireError(f"{field}: holds NaN")
     return column
 
 
 def get_u8(data: bytes, field: str, *, low: int = 0, high: int = 255, length: int | None = None) -> U8:
-    column = np.frombuffer(data, "u1") if _whole(data, 1, field, length) else _EMPTY_U8
-    _within(column, field, low, high)
+    if not _whole(data, 1, field, length):
+        return _EMPTY_U8
+    column = np.frombuffer(data, "u1")
+    if low or (high < 255 and int(np.maximum.reduce(column)) > high):
+        _within(column, field, low, high)
     return column
 
 
@@ -126,7 +135,7 @@ def get_int(value: int, field: str, *, low: int = 0, high: int = MAX_I32) -> int
 
 def check_sum(counts: NDArray[np.int32] | NDArray[np.uint8], total: int, field: str, flat: str) -> None:
     """The flat column `flat` holds exactly as many items as `counts` announces."""
-    announced = int(counts.sum(dtype=np.int64))
+    announced = int(np.add.reduce(counts, dtype=np.int64))
     if announced != total:
         raise WireError(f"{field} announce {announced} items, {flat} holds {total}")
 

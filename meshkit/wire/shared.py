@@ -1,6 +1,7 @@
 """Messages of common.proto: sampling parameters, model info, log-probability columns, heartbeat, bye."""
 
 import math
+from typing import Final
 
 from meshpb.v1 import common_pb2 as pb
 
@@ -111,8 +112,13 @@ def put_logprobs(columns: LogprobColumns) -> pb.Logprobs | None:
     )
 
 
+_NO_LOGPROBS: Final = LogprobColumns()  # empty arrays: nobody can write into them
+
+
 def get_logprobs(message: pb.Logprobs, num_rows: int) -> LogprobColumns:
     """`rows` index a frame of `num_rows` rows; each entry holds at least the sampled token."""
+    if not (message.rows or message.widths or message.ids or message.values):
+        return _NO_LOGPROBS
     rows = c.get_i32(message.rows, "logprobs.rows", high=num_rows - 1)
     widths = c.get_u8(message.widths, "logprobs.widths", low=1, length=len(rows))
     ids = c.get_i32(message.ids, "logprobs.ids")

@@ -1,5 +1,7 @@
 """Frames between scheduler and worker: Scheduler.AttachWorker in both directions."""
 
+from typing import Final
+
 import numpy as np
 from meshpb.v1 import worker_pb2 as pb
 
@@ -409,8 +411,11 @@ def _put_result(frame: ResultFrame) -> pb.ResultFrame:
     )
 
 
+_LAST_STATE: Final = max(RowState)
+
+
 def _get_result(message: pb.ResultFrame) -> ResultFrame:
-    states = c.get_u8(message.states, "states", high=max(RowState))
+    states = c.get_u8(message.states, "states", high=_LAST_STATE)
     n = len(states)
     counts = c.get_u8(message.counts, "counts", length=n)
     tokens = c.get_i32(message.tokens, "tokens")
