@@ -13,11 +13,9 @@ from typing import Any, Final, Protocol
 
 from gateway.errors import ApiError, invalid
 from gateway.text.chat_encoding import ResponseFormat
-from meshkit.types import GrammarKind, GrammarSource
+from meshkit.types import NO_GRAMMAR_SERVICE, GrammarKind, GrammarSource
 
 MAX_BYTES: Final = 512 << 10  # more than the grammar service takes of any kind, less than the wire does
-NO_SERVICE: Final = "scheduler.grammar"
-"""The place a scheduler names that has no grammar service at all."""
 
 _FORMATS: Final = ("text", "json_object", "json_schema", "regex", "structural_tag")
 _HINTS: Final = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -47,7 +45,7 @@ class Constraint:
     def refused(self, message: str, place: str) -> ApiError:
         """What the client is told when the mesh says that this can never be had; `place` is within the source."""
         param = self.param
-        if place == NO_SERVICE:
+        if place == NO_GRAMMAR_SERVICE:
             return ApiError(501, f"{param}: {message}", param=param)
         if (found := _TOOL_PLACE.fullmatch(place)) and int(found["index"]) < len(self.tools):
             param, place = f"tools[{self.tools[int(found['index'])]}].function", found["rest"]

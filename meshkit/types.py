@@ -17,6 +17,9 @@ PAGE_TOKENS = 256
 PROTO_REV = 1
 """Refused at Hello when two processes disagree."""
 
+NO_GRAMMAR_SERVICE = "scheduler.grammar"
+"""The place that a scheduler without a grammar service names in its BAD_GRAMMAR: the source is not at fault."""
+
 NO_PAGE = -1
 NO_LOGPROBS = -1
 

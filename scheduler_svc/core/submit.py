@@ -10,14 +10,14 @@ import heapq
 
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
-from meshkit.types import NO_LOGPROBS, PAGE_TOKENS, FinishReason
+from meshkit.types import NO_GRAMMAR_SERVICE, NO_LOGPROBS, PAGE_TOKENS, FinishReason
 from scheduler_svc.core import adopt, answers, door, finish, grammar
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
 from scheduler_svc.core.state import MS, State, emit
 
 NO_SERVICE = (
-    "no grammar service is configured; start one (`v4mesh serve grammar`) and name its address in [scheduler] and "
-    "[worker] as `grammar`"
+    "no grammar service is configured; start the mesh with `v4mesh up --grammar on`, or `v4mesh grammar` alone and "
+    "name its address in [scheduler] and [worker] as `grammar`"
 )
 
 
@@ -111,7 +111,7 @@ def _refuse(st: State, sub: Submit, choices: list[SubmitChoice]) -> SubmitReply 
     if st.draining:
         return SubmitReply(Verdict.DRAINING, "shutting down", 1_000)
     if sub.grammar is not None and not st.limits.grammar:
-        return SubmitReply(Verdict.BAD_GRAMMAR, NO_SERVICE, place="scheduler.grammar")
+        return SubmitReply(Verdict.BAD_GRAMMAR, NO_SERVICE, place=NO_GRAMMAR_SERVICE)
     too_big = never_fits(st, len(sub.prompt), sub.params.max_tokens)
     if too_big:
         return SubmitReply(Verdict.NEVER_FITS, too_big)
