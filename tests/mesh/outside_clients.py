@@ -1,4 +1,4 @@
-"""LiteLLM and LangChain, unmodified, against a mesh; run by test_outside_clients.py in an environment of their own.
+"""LiteLLM, LangChain, OpenAI's agents and Pydantic AI, unmodified, against a mesh; run by test_outside_clients.py in an environment of their own.
 
 `python outside_clients.py URL NAME`: runs one check, prints what it saw as JSON, fails by exception.
 """
@@ -101,6 +101,68 @@ def _langchain(kind: str, url: str) -> Any:
     )
 
 
+def openai_agents(url: str) -> dict[str, Any]:
+    """A run with a tool, whole and streamed, through Responses and through chat."""
+    import asyncio
+
+    import agents
+    from openai import AsyncOpenAI
+
+    @agents.function_tool
+    def get_weather(city: str, unit: str) -> str:
+        """Get the weather of a city"""
+        return RESULT
+
+    async def run() -> list[str]:
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+        answers = []
+        for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+            agent = agents.Agent(
+                name="A",
+                model=kind(model=MODEL, openai_client=client),
+                tools=[get_weather],
+                model_settings=agents.ModelSettings(temperature=0, max_tokens=80),
+            )
+            answers.append((await agents.Runner.run(agent, QUESTION)).final_output)
+            streamed = agents.Runner.run_streamed(agent, QUESTION)
+            async for _ in streamed.stream_events():
+                pass
+            answers.append(streamed.final_output)
+        return answers
+
+    agents.set_tracing_disabled(True)
+    answers = asyncio.run(run())
+    assert len(set(answers)) == 1, answers
+    return {"answer": answers[0]}
+
+
+def pydantic_ai(url: str) -> dict[str, Any]:
+    """A run with a tool through each of the three dialects."""
+    import anthropic
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
+    other = AnthropicProvider(anthropic_client=anthropic.AsyncAnthropic(base_url=url, api_key="none"))
+    models = (
+        OpenAIChatModel(MODEL, provider=provider),
+        OpenAIResponsesModel(MODEL, provider=provider),
+        AnthropicModel("claude-any-model", provider=other),
+    )
+
+    def get_weather(city: str, unit: str) -> str:
+        """Get the weather of a city"""
+        return RESULT
+
+    settings: Any = {"temperature": 0, "max_tokens": 80}
+    answers = [Agent(model, model_settings=settings, tools=[get_weather]).run_sync(QUESTION).output for model in models]
+    assert len(set(answers)) == 1, answers
+    return {"answer": answers[0]}
+
+
 CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "litellm hosted_vllm": litellm_round("hosted_vllm"),
     "litellm openai": litellm_round("openai"),
@@ -110,6 +172,8 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "langchain chat": langchain_round("chat"),
     "langchain responses": langchain_round("responses"),
     "langchain anthropic": langchain_round("anthropic"),
+    "openai-agents": openai_agents,
+    "pydantic-ai": pydantic_ai,
 }
 
 if __name__ == "__main__":
