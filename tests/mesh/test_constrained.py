@@ -107,13 +107,13 @@ def together(run, items):
         return list(pool.map(run, items))
 
 
-def serving_grammar():
-    """The process of this mesh that listens at the grammar socket; its standby does not."""
+def serving(service):
+    """The process of this mesh that listens at the service's socket; a standby does not."""
     for child in psutil.Process().children(recursive=True):
-        listens = [it.laddr for it in child.net_connections(kind="unix") if str(it.laddr).endswith("grammar.sock")]
-        if child.cmdline()[1:4] == ["-m", "meshkit.cli", "grammar"] and listens:
+        listens = [it.laddr for it in child.net_connections(kind="unix") if str(it.laddr).endswith(f"{service}.sock")]
+        if child.cmdline()[1:4] == ["-m", "meshkit.cli", service] and listens:
             return child
-    raise AssertionError("no grammar service listens")
+    raise AssertionError(f"no {service} listens")
 
 
 def test_the_clients_parse_gives_the_model_its_class(client):
@@ -256,6 +256,23 @@ def test_calls_that_may_be_made_keep_to_their_schemas_and_answers_to_their_forma
             jsonschema.validate(json.loads(choice.message.content), SCHEMA)
 
 
+def test_the_other_dialects_shape_their_answers_too(url):
+    format_ = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    body = {"model": MODEL, "input": "Give me a pet.", "max_output_tokens": 200, "text": {"format": format_}}
+    status, answer, _ = ask(url, "/v1/responses", {**body, "reasoning": {"effort": "none"}})
+    (said,) = [part for item in answer["output"] for part in item.get("content", []) if part["type"] == "output_text"]
+    jsonschema.validate(json.loads(said["text"]), SCHEMA)
+    roll = {"name": "roll", "input_schema": TOOLS[1]["function"]["parameters"]}
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 200, "thinking": {"type": "disabled"}, "tools": [roll]}
+    status, answer, _ = ask(url, "/v1/messages", {**body, "tool_choice": {"type": "any"}})
+    assert (status, answer["stop_reason"]) == (200, "tool_use")
+    for block in answer["content"]:
+        jsonschema.validate(block["input"], roll["input_schema"])
+    status, answer, _ = ask(url, "/v1/responses", {**body, "input": "Hi", "text": {"format": {**format_, "schema": {
+        "type": "nonsense"}}}, "tools": []})  # fmt: skip
+    assert status == 400 and answer["error"]["param"] == "text.format" and answer["error"]["place"] == "/type"
+
+
 def test_native_forms(url):
     def generate(**fields):
         status, answer, _ = ask(url, "/generate", {"text": "Once upon a time", **fields})
@@ -328,14 +345,15 @@ def test_penalties_bias_and_least_tokens_compose_with_the_mask(client):
     assert answer.usage.completion_tokens >= 8 or answer.choices[0].message.content.count("ab") >= 15
 
 
-def test_killed_in_mid_answer_the_grammar_service_is_replaced_and_the_answer_stays_valid(client):
+@pytest.mark.parametrize("service", ["grammar", "scheduler", "worker"])
+def test_a_service_killed_in_mid_answer_leaves_the_answer_as_it_was_to_be(client, service):
     options = {"response_format": schema_format(LIST), "seed": 3, "max_tokens": 400, **OFF}
     whole = create(client, **options).choices[0].message.content
     stream, text, killed = create(client, stream=True, **options), "", False
     for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         if len(text) > 30 and not killed:
-            serving_grammar().kill()
+            serving(service).kill()
             killed = True
     assert killed and text == whole
     jsonschema.validate(json.loads(text), LIST)

@@ -144,3 +144,10 @@ def test_bad_input_is_refused_and_the_next_request_is_served(client):
         client.chat.completions.create(model=MODEL, messages=STORY, temperature=3)
     assert "temperature" in str(refused.value)
     assert client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=4).choices[0].message.content
+
+
+def test_without_a_grammar_service_a_constraint_is_refused_and_says_what_to_do(client):
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.chat.completions.create(model=MODEL, messages=STORY, extra_body={"regex": "a"}, stream=True)
+    assert refused.value.status_code == 501 and refused.value.param == "regex"
+    assert "--grammar on" in refused.value.message
