@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """Correctness on the device: every operation against its torch reference, the whole forward against the CPU model.
 
 An operation's door runs torch on CPU tensors and kernels on CUDA tensors, on the same layouts: both get the same fresh
 random inputs, and outputs that the caller provides start as garbage.
 """
+# mypy: disallow-untyped-calls=False
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -159,7 +159,7 @@ def _scored(device: torch.device, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _paged_scores(device: torch.device) -> Outputs:
-    from worker_svc.ops.index_scores import paged_scores
+    from worker_svc.ops.index_scores import ScorePlan, paged_scores
     from worker_svc.ops.kv_rows import allocate_index, insert_index_rows
 
     pool = allocate_index(64 * 40, "cpu")
@@ -168,7 +168,8 @@ def _paged_scores(device: torch.device) -> Outputs:
     lengths = torch.tensor([640, 1, 100, 0, 65], dtype=torch.int32)
     slots = torch.tensor([2, 0, 1, 3, 3], dtype=torch.int32, device=device)
     codes, folded = _scored(device, 5)
-    scores = paged_scores(codes, folded, pool.to(device), table, slots, lengths.to(device), 640)[:, :640].cpu()
+    scores = paged_scores(codes, folded, pool.to(device), table, slots, lengths.to(device), 640, ScorePlan())[:, :640]
+    scores = scores.cpu()
     return {"scores": scores.masked_fill(torch.arange(640) >= lengths.unsqueeze(1), 0)}
 
 

@@ -1,5 +1,5 @@
-# mypy: disallow-untyped-calls=False
 """Step times of the GPU forward: graphs replayed on the device, the executor's own loop around them, whole prompts."""
+# mypy: disallow-untyped-calls=False
 
 import statistics
 import time
@@ -78,12 +78,17 @@ def decode_loop_ms(bench: Bench, batch: int, context: int, steps: int) -> float:
     return (time.perf_counter() - begin) / steps * 1e3
 
 
-def prefill_ms(bench: Bench, tokens: int, rounds: int = 3) -> float:
-    """One prompt from an empty context in one step, first token sampled: the median of some rounds."""
+def prompt_work(bench: Bench, tokens: int) -> StepWork:
+    """One prompt in one chunk from an empty context, its last token sampled."""
     ids = tuple(np.random.default_rng(7).integers(3, bench.config.vocab_size, tokens).tolist())
     params = SamplingParams(temperature=0.0, max_tokens=8)
     init = SlotInit(slot=0, params=params, seed=1, choice=0, n_emitted=0)
-    work = StepWork(inits=(init,), rows=(RowWork(slot=0, ids=ids, pages=bench.pages_of(0)),))
+    return StepWork(inits=(init,), rows=(RowWork(slot=0, ids=ids, pages=bench.pages_of(0)),))
+
+
+def prefill_ms(bench: Bench, tokens: int, rounds: int = 3) -> float:
+    """One prompt from an empty context in one step, first token sampled: the median of some rounds."""
+    work = prompt_work(bench, tokens)
     bench.executor.run(work)
     times = []
     for _ in range(rounds):

@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
 Sections, each by name: ops, check, decode, long, prefill, launches (single kernels: `gpu_ops`). Results are
 printed as they come; `--out FILE` writes all, with the counted bytes and operations, after every section.
 """
+# mypy: disallow-untyped-calls=False
 
 import argparse
 import gc
@@ -199,6 +199,14 @@ def launches(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     count_launches(lab, report, options)
 
 
+def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Where a prompt's time goes."""
+    from benchmarks._gpu_profile import profile_prefill
+
+    del options
+    profile_prefill(lab, report)
+
+
 def check(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """The whole forward against the CPU model with the same quantisation."""
     from benchmarks._gpu_checks import check_flash, check_nano
@@ -223,6 +231,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "long": long,
     "prefill": prefill,
     "launches": launches,
+    "prefill_profile": prefill_profile,
 }
 
 

@@ -20,6 +20,7 @@ from worker_svc.ops.fp8_gemm import Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
 from worker_svc.ops.index_scores import paged_scores, ragged_scores
 from worker_svc.ops.kv_rows import HEAD_DIM, INDEX_DIM, gather_index_rows, gather_rows, insert_rows
 from worker_svc.ops.latent_rows import latent_rows
+from worker_svc.ops.paged_attention import paged_attention
 from worker_svc.ops.quant_fp8 import quantise_rows
 from worker_svc.ops.query_heads import IndexQuery, query_heads
 from worker_svc.ops.sparse_attention import chunk_attention, decode_attention
@@ -27,6 +28,8 @@ from worker_svc.ops.top_entries import top_entries, top_rows
 
 INDEX_HEADS = (32, 64)
 """What the scoring library takes; fewer heads are padded with weight zero."""
+JOINED_ROWS = 16
+"""Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel."""
 SCORE_BYTES = 1 << 29
 """Scores that exist at once in a chunk: queries are scored in groups of so many bytes."""
 
@@ -47,7 +50,7 @@ class Attention:
         """y BF16 [T, D] normed, x the same in FP8 -> BF16 [T, D]."""
         w = self.weights
         with self.overlap.beside():
-            raw = None if w.states is None else bf16_gemm(y, w.states)  # [T, state width (+ index heads)]
+            raw = self._states(y, step, pools)
         qkv = fp8_gemm(x, w.inputs)
         latent = Fp8Rows.empty(y.shape[0], self.q_lora, y.device)
         workspace = self._old_window(step, pools) if isinstance(step, ChunkStep) else None
@@ -61,12 +64,25 @@ class Attention:
         heads = fp8_gemm(latent, w.wq_b)  # [T, H * 512 (+ index heads * 128)]
         self.overlap.join()
         q, index = self._queries(heads, raw, step)
+        groups, _, width = w.wo_a.codes.shape
+        rows = empty_groups(y.shape[0], groups, width, y.device)
         if isinstance(step, DecodeStep):
-            out = self._attend_pools(q, index, raw, step, pools)
+            self._attend_pools(q, index, step, pools, rows)
         else:
             assert workspace is not None
-            out = self._attend_workspace(q, index, raw, step, pools, workspace)
-        return self._project(out, step.positions)
+            out = self._attend_workspace(q, index, step, pools, workspace)
+            attention_output(out, self.turns, step.positions, rows.codes, rows.scale)
+        return self._project(rows)
+
+    def _states(self, y: Tensor, step: DecodeStep | ChunkStep, pools: LayerPools) -> Tensor | None:
+        """The compressor's projection FP32 [T, state width (+ index heads)]; states kept, closed entries written."""
+        if self.weights.states is None:
+            return None
+        raw = bf16_gemm(y, self.weights.states)
+        if self.ratio == 4 and isinstance(step, ChunkStep):
+            self._save_states(raw, step, pools)
+        self._compress(raw, step, pools)
+        return raw
 
     def _queries(
         self, heads: Tensor, raw: Tensor | None, step: DecodeStep | ChunkStep
@@ -104,19 +120,21 @@ class Attention:
     # Decode: keys are rows of the pools
 
     def _attend_pools(
-        self, q: Tensor, index: IndexQuery | None, raw: Tensor | None, step: DecodeStep, pools: LayerPools
-    ) -> Tensor:
+        self, q: Tensor, index: IndexQuery | None, step: DecodeStep, pools: LayerPools, out: Fp8Rows
+    ) -> None:
+        """Fill `out`: the attention output turned back and quantised."""
         lists, rows, length = step.lists, None, None
-        if raw is not None:
-            self._compress(raw, step, pools)
         if index is not None:
             rows, length = self._select(index, step, pools), step.top_len
         elif self.ratio:
             rows, length = lists.c128_rows, lists.c128_len
-        return decode_attention(
-            *(q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length),
-            *(self.weights.sink, self.scale, step.plans[self.ratio]),
-        )
+        keys = (q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length)
+        if len(q) <= JOINED_ROWS:
+            turned = (self.turns, step.positions, out.codes, out.scale)
+            paged_attention(*keys, self.weights.sink, self.scale, *turned)
+            return
+        attended = decode_attention(*keys, self.weights.sink, self.scale, step.plans[self.ratio])
+        attention_output(attended, self.turns, step.positions, out.codes, out.scale)
 
     def _select(self, index: IndexQuery, step: DecodeStep, pools: LayerPools) -> Tensor:
         """Pool rows int32 [T, k] of the entries to read."""
@@ -126,7 +144,8 @@ class Attention:
         assert pools.index_keys is not None
         table = step.tables.pages
         scores = paged_scores(
-            index.codes, index.folded, pools.index_keys, table, step.slots, lists.c4_len, step.most_entries
+            *(index.codes, index.folded, pools.index_keys, table, step.slots, lists.c4_len, step.most_entries),
+            step.score_plan,
         )
         rows = torch.empty(len(step.ids), top_k, dtype=torch.int32, device=scores.device)
         return top_rows(scores, lists.c4_len, step.slots, table, rows)
@@ -145,7 +164,6 @@ class Attention:
         self,
         q: Tensor,
         index: IndexQuery | None,
-        raw: Tensor | None,
         step: ChunkStep,
         pools: LayerPools,
         workspace: Tensor,
@@ -153,10 +171,7 @@ class Attention:
         lists = step.lists
         for save in step.window_saves:
             insert_rows(workspace[save.source.long()], pools.tail_window, save.target)
-        if raw is not None:
-            if self.ratio == 4:
-                self._save_states(raw, step, pools)
-            self._compress(raw, step, pools)
+        if self.ratio:
             area = step.areas[self.ratio]
             if len(area.pool_rows):
                 assert pools.entries is not None
@@ -195,13 +210,9 @@ class Attention:
             target[: save.places.start] = pools.states[save.ring_rows]
             target[save.places] = raw[save.tokens, : target.shape[1]] + ape[save.places]
 
-    def _project(self, out: Tensor, positions: Tensor) -> Tensor:
-        """Attention output [T, H, 512] -> [T, D]."""
-        w, tokens, device = self.weights, out.shape[0], out.device
-        groups, _, width = w.wo_a.codes.shape
-        grouped = empty_groups(tokens, groups, width, device)
-        attention_output(out, self.turns, positions, grouped.codes, grouped.scale)
-        low = fp8_grouped(grouped, w.wo_a).flatten(1)
-        rows = Fp8Rows.empty(tokens, low.shape[1], device)
-        quantise_rows(low, rows.codes, rows.scale)
-        return fp8_gemm(rows, w.wo_b)
+    def _project(self, rows: Fp8Rows) -> Tensor:
+        """Attention output [T, G, H / G * 512] -> [T, D]."""
+        low = fp8_grouped(rows, self.weights.wo_a).flatten(1)
+        quantised = Fp8Rows.empty(low.shape[0], low.shape[1], low.device)
+        quantise_rows(low, quantised.codes, quantised.scale)
+        return fp8_gemm(quantised, self.weights.wo_b)

@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """The device side of a worker on a GPU: launches steps behind one another and never waits for them.
 
 Decode rows run as one captured graph per batch bucket; rows whose ids the host has (chunks) run as a second part of the
 step. Next tokens, lengths and ends live on the device, so step t + 1 is launched while step t runs. `collect` waits.
 """
+# mypy: disallow-untyped-calls=False
 
 import time
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """Decode steps as CUDA graphs, one per batch bucket: a replay costs the host microseconds whatever the model's depth.
 
 A bucket's tensors are fixed: the rows to run go in by copy, logits and streams come out in place. On the CPU, or with
 graphs switched off, the same functions run directly.
 """
+# mypy: disallow-untyped-calls=False
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from worker_svc.checkpoint.config import V4Config
 from worker_svc.gpu.overlap import Overlap
 from worker_svc.gpu.step import ChunkStep, DecodeStep
 from worker_svc.gpu.weights import MoeWeights
-from worker_svc.ops.bf16_gemm import bf16_gemm
+from worker_svc.ops.bf16_gemm import bf16_gemm_parts
 from worker_svc.ops.fp8_gemm import Fp8Rows, fp8_gemm
 from worker_svc.ops.swiglu_experts import Hidden, middle
 from worker_svc.ops.topk_gate import select, select_hash
@@ -38,7 +38,7 @@ class MoE:
     def _route(self, y: Tensor, step: DecodeStep | ChunkStep) -> tuple[Tensor, Tensor]:
         """Experts int32 [T, K] and weights FP32 [T, K]."""
         w, k, factor = self.weights, self.config.num_experts_per_tok, self.config.routed_scaling_factor
-        logits = bf16_gemm(y, w.gate)
+        logits = bf16_gemm_parts(y, w.gate)
         ids = torch.empty(y.shape[0], k, dtype=torch.int32, device=y.device)
         weights = torch.empty(y.shape[0], k, device=y.device)
         if w.table is not None:

@@ -1,5 +1,5 @@
-# mypy: disallow-untyped-calls=False
 """A second stream for work that does not depend on what runs beside it; inside a graph it becomes a parallel branch."""
+# mypy: disallow-untyped-calls=False
 
 import contextlib
 from collections.abc import Iterator

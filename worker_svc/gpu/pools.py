@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """The KV pools on the device, and the moves of whole slots, pages and tails between them.
 
 Tensors of the same kind are one allocation over all layers, so that a move is a handful of launches however deep the
 model is. Rings are addressed by position and never cleared. Names of sequences and free lists live elsewhere.
 """
+# mypy: disallow-untyped-calls=False
 
 from dataclasses import dataclass
 

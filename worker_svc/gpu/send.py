@@ -1,5 +1,5 @@
-# mypy: disallow-untyped-calls=False
 """Integers from the host to the device without waiting: packed into one pinned buffer, one copy for all of them."""
+# mypy: disallow-untyped-calls=False
 
 from collections.abc import Sequence
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
+from worker_svc.ops.index_scores import ScorePlan
 from worker_svc.ops.slot_step import Field
 from worker_svc.ops.sparse_attention import DecodePlan
 from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, decode_lists
@@ -51,6 +52,7 @@ class DecodeStep:
     top_len: Tensor  # entries that an indexed layer reads: min(visible, index_topk)
     tables: SlotTables
     most_entries: int  # C4 entries of the longest sequence that may come
+    score_plan: ScorePlan = field(default_factory=ScorePlan)
     plans: dict[int, DecodePlan] = field(default_factory=lambda: {ratio: DecodePlan() for ratio in (0, 4, 128)})
 
 

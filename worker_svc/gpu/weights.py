@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """Checkpoint to device: every weight in the form its kernel reads, nothing dequantised on the way.
 
 FP8 weights keep their codes; their E8M0 scales become FP32. What reads the same input is stacked along the outputs:
 wq_a with wkv, wq_b with the indexer's, the compressor projections with weights_proj. Experts stay FP4.
 """
+# mypy: disallow-untyped-calls=False
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

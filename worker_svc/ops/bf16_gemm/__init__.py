@@ -3,17 +3,30 @@
 import torch
 from torch import Tensor
 
+from worker_svc.ops.bf16_gemm import ref
+
 SKINNY_ROWS = 16
 """Up to so many rows our weight-streaming kernel runs; above, cuBLAS."""
+PARTS = 8
+"""Pieces of K in `bf16_gemm_parts`: a narrow weight is read by that many times more programs."""
 
 
 def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """x BF16 [T, K], weight BF16 [N, K] -> FP32 [T, N]."""
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     if not x.is_cuda:
-        return x.float() @ weight.float().t()
+        return ref.bf16_gemm(x, weight)
     if x.shape[0] <= SKINNY_ROWS:
         from worker_svc.ops.skinny_gemm import bf16
 
         return bf16(x, weight, torch.empty(x.shape[0], weight.shape[0], device=x.device))
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def bf16_gemm_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """As `bf16_gemm` for narrow weights: FP32 [T, N], or [parts, T, N] that the reader adds up."""
+    if not x.is_cuda or x.shape[0] > SKINNY_ROWS:
+        return bf16_gemm(x, weight)
+    from worker_svc.ops.skinny_gemm import bf16
+
+    return bf16(x, weight, torch.empty(PARTS, x.shape[0], weight.shape[0], device=x.device))

@@ -13,7 +13,7 @@ from torch import Tensor
 from worker_svc.ops.fp8_gemm import ref
 
 BLOCK: Final = 128
-SKINNY_ROWS: Final = 16
+SKINNY_ROWS: Final = 0
 """Up to so many rows our weight-streaming kernel runs; above, DeepGEMM's tiles are filled well enough."""
 
 

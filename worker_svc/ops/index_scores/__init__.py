@@ -6,6 +6,8 @@ computes them for 32 or 64 heads, else our Triton kernels; plain torch on the CP
 `ops.top_entries`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,22 @@ def select_entries(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     return ref.select_entries(scores, visible, k)
 
 
+class ScorePlan:
+    """What all indexed layers share in one step: lengths, tables and schedule in the library's form."""
+
+    def __init__(self) -> None:
+        self.made: Any = None
+
+
 def paged_scores(
-    codes: Tensor, folded: Tensor, keys: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, most: int
+    codes: Tensor,
+    folded: Tensor,
+    keys: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    most: int,
+    plan: ScorePlan | None = None,
 ) -> Tensor:
     """codes E4M3 [T, h, 128], folded FP32 [T, h], keys uint8 [pages, 8448], table int32 [slots, pages per slot], slots
     and lengths int32 [T] -> FP32 [T, most or more]; only the first lengths[t] columns of a row mean anything."""
@@ -40,7 +56,7 @@ def paged_scores(
     if codes.shape[1] in LIBRARY_HEADS:
         from worker_svc.ops.index_scores import deep_gemm
 
-        return deep_gemm.paged_scores(codes, folded, keys, table, slots, lengths, most)
+        return deep_gemm.paged_scores(codes, folded, keys, table, slots, lengths, most, plan or ScorePlan())
     from worker_svc.ops.index_scores import triton
 
     logits = torch.empty(codes.shape[0], most, device=codes.device)

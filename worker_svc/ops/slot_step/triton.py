@@ -1,7 +1,7 @@
+"""Slot bookkeeping as two small kernels, one thread per row: nothing is waited for, a graph can replay them."""
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False, disable-error-code="import-untyped"
-"""Slot bookkeeping as two small kernels, one thread per row: nothing is waited for, a graph can replay them."""
 
 import triton
 import triton.language as tl
