@@ -1,6 +1,7 @@
-"""LiteLLM, LangChain, OpenAI's agents and Pydantic AI, unmodified, against a mesh; run by test_outside_clients.py in an environment of their own.
+"""LiteLLM, LangChain, OpenAI's agents and Pydantic AI, unmodified, against a mesh.
 
-`python outside_clients.py URL NAME`: runs one check, prints what it saw as JSON, fails by exception.
+`python outside_clients.py URL NAME`: runs one check, prints what it saw as JSON, fails by exception. Run by
+test_outside_clients.py in an environment of its own.
 """
 
 import json

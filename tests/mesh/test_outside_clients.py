@@ -46,7 +46,7 @@ def python(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url():
-    with running_mesh("--deterministic") as base:
+    with running_mesh("--deterministic", "--grammar", "on") as base:
         yield base
 
 
