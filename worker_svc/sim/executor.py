@@ -39,8 +39,8 @@ class Launched:
     `rows` are None until it is computed.
     """
 
-    at_ns: int
     work: StepWork
+    at_ns: int = 0
     takes_ns: int = 0
     rows: tuple[RowOutcome, ...] | None = None
     start_ns: int = 0
@@ -93,12 +93,13 @@ class SimExecutor:
 
     def launch(self, work: StepWork) -> Launched:
         """Everything but the time, unless masks have to be waited for."""
-        launched = Launched(time.monotonic_ns(), work)
+        launched = Launched(work)
         for init in work.inits:
             (self._named.add if init.grammar_id else self._named.discard)(init.slot)
         if not self._named and all(step.rows is not None for step in tuple(self._queue)):
             batch = self._begin(launched)
             launched.rows = self._outcomes(batch, work, {})
+        launched.at_ns = time.monotonic_ns()
         self._queue.append(launched)
         return launched
 
