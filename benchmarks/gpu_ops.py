@@ -172,6 +172,39 @@ def boundary(bench: Bench, tokens: Sequence[int]) -> None:
             bench.check(f"mhc_fp8_{t}", back, truths[3].float() * truths[4].repeat_interleave(128, 1))
 
 
+def boundary_cuts(bench: Bench) -> None:
+    """Other ways to cut pass 1 at many tokens."""
+    from worker_svc.ops.hyper_boundary import Workspace, prepare_mixer, triton
+
+    mixer = prepare_mixer(
+        *(bench.randn(*shape, dtype=torch.float32, scale=0.01) for shape in ((24, 4 * D), (3,), (24,)))
+    )
+    for t in (256, 1024, 4096):
+        space = Workspace(t, D, "meta" if bench.warming else bench.device)
+        if bench.warming:
+            space.partials = torch.empty(space.partials.numel())
+        x, new, o = bench.randn(t, 4, D), bench.empty(t, 4, D), bench.randn(t, D)
+        post, comb = (bench.randn(t, n, dtype=torch.float32).sigmoid() for n in (4, 16))
+        results, usual = [], triton.split
+        for rows, channels, warps in ((16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 8), (32, 32, 4), (64, 32, 8)):
+            for parts in (2, 4, 8):
+                for stages in (1, 2):
+                    if t // rows * parts < 128 or (stages == 2 and parts == 8):
+                        continue
+                    cut = triton.Split(rows, channels, D // channels // parts, parts, warps, stages)
+                    triton.split = partial(lambda chosen, tokens, width: chosen, cut)
+                    call = partial(triton.post_mix, x, new, post, comb, mixer, space, o, None, None)
+                    try:
+                        results.append((bench.time([call] * 10, 5), str(cut)))
+                    except Exception as error:  # noqa: BLE001 - a cut that does not fit is a result
+                        print(f"  {cut}: {type(error).__name__}")
+        triton.split = usual
+        if not bench.warming:
+            best = sorted(results)[:5]
+            print(f"mhc_post {t}: " + "; ".join(f"{micros:.1f} {cut}" for micros, cut in best), flush=True)
+            bench.metrics[f"cuts_{t}"] = f"{best[0][0]:.1f} {best[0][1]}"
+
+
 # Routing and the middle
 
 
@@ -247,6 +280,8 @@ def skinny(bench: Bench, rows: Sequence[int], *, tune: bool) -> None:
     from worker_svc.ops.skinny_gemm import triton as kernels
 
     for name, (groups, columns, inner) in SKINNY.items():
+        if tune and name == "wq_b":
+            continue  # as wq_b_index
         size = groups * columns * inner
         copies = max(1, min(32, L2_BYTES // size)) if not bench.warming else 1
         weights = [bench.codes(groups, columns, inner) for _ in range(copies)]
@@ -317,8 +352,8 @@ def _fp8_tiles(rows: int, columns: int, inner: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
     found = []
-    for width, warps in ((16, 1), (16, 2), (32, 2), (32, 4), (64, 4)):
-        for step, stages in ((256, 4), (256, 6), (512, 2), (512, 3), (512, 4), (1024, 2)):
+    for width, warps in ((16, 2), (32, 2), (32, 4), (64, 4)):
+        for step, stages in ((256, 6), (512, 3), (512, 4), (512, 8), (1024, 3)):
             room = (width + max(8, rows)) * step * stages
             if inner % (2 * step) == 0 and room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
                 found.append(Tile(width, step, stages, warps))
@@ -329,8 +364,8 @@ def _bf16_tiles(rows: int, columns: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
     found = []
-    for width, warps in ((16, 1), (16, 2), (32, 4), (64, 4)):
-        for step, stages in ((128, 4), (128, 8), (256, 4), (512, 3)):
+    for width, warps in ((16, 2), (32, 4)):
+        for step, stages in ((128, 8), (256, 4), (512, 3), (512, 4)):
             room = (width + max(8, rows)) * step * stages * 2
             if room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
                 found.append(Tile(width, step, stages, warps))
@@ -602,8 +637,9 @@ def sampling(bench: Bench, rows: Sequence[int]) -> None:
 PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary": lambda bench, tune: boundary(bench, (1, 8, 64, 256, 1024, 4096)),
     "routing": lambda bench, tune: routing(bench, (1, 8, 64, 256, 1024, 4096, 16384)),
-    "skinny": lambda bench, tune: skinny(bench, (1, 16) if tune else ROWS, tune=tune),
+    "skinny": lambda bench, tune: skinny(bench, (1,) if tune else ROWS, tune=tune),
     "experts": lambda bench, tune: experts(bench, TOKENS),
+    "boundary_cuts": lambda bench, tune: boundary_cuts(bench),
     "expert_tiles": lambda bench, tune: expert_tiles(bench),
     "sampling": lambda bench, tune: sampling(bench, (1, 64, 256)),
 }

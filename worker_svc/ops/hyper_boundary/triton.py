@@ -34,6 +34,7 @@ class Split:
     tiles: int
     parts: int
     warps: int
+    stages: int = 2
 
     @property
     def gram(self) -> bool:
@@ -46,7 +47,7 @@ def split(tokens: int, width: int) -> Split:
     if tokens <= GRAM_TOKENS:
         channels = min(64 if tokens <= 16 else 128, width)
         return Split(16, channels, 1, -(-width // channels), 4)
-    rows, parts = (16, 8) if tokens <= 512 else (32, 4) if tokens <= 2048 else (64, 2)
+    rows, parts = (16, 8) if tokens <= 1024 else (64, 4)
     channels = 64 if rows < 64 else 32
     tiles = -(-width // (channels * parts))
     return Split(rows, channels, tiles, -(-width // (channels * tiles)), 4)
@@ -132,6 +133,7 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
         TILES=cut.tiles,
         PARTS=cut.parts,
         num_warps=cut.warps,
+        num_stages=cut.stages,
     )
 
 
@@ -336,6 +338,14 @@ def _collapse_norm(
         t = tl.load(rows_ptr + row)
     parts = part_ptr + t.to(tl.int64) * 42 * PARTS
     s = tl.arange(0, PARTS_POW2)
+    d = piece * BLOCK + tl.arange(0, BLOCK)
+    live = d < WIDTH
+    # The streams are on their way while the mixing weights are added up.
+    x = x_ptr + t.to(tl.int64) * (4 * WIDTH) + d
+    x0 = tl.load(x, mask=live, other=0.0)
+    x1 = tl.load(x + WIDTH, mask=live, other=0.0)
+    x2 = tl.load(x + 2 * WIDTH, mask=live, other=0.0)
+    x3 = tl.load(x + 3 * WIDTH, mask=live, other=0.0)
     total = _total(parts, 32, s, PARTS)
     if GRAM:
         g1 = _total(parts, 33, s, PARTS)
@@ -354,13 +364,7 @@ def _collapse_norm(
         w1 = _gate(_total(parts, 1, s, PARTS) * a + tl.load(base_ptr + 1)) + EPS
         w2 = _gate(_total(parts, 2, s, PARTS) * a + tl.load(base_ptr + 2)) + EPS
         w3 = _gate(_total(parts, 3, s, PARTS) * a + tl.load(base_ptr + 3)) + EPS
-        d = piece * BLOCK + tl.arange(0, BLOCK)
-        live = d < WIDTH
-        x = x_ptr + t.to(tl.int64) * (4 * WIDTH) + d
-        v = w0 * tl.load(x, mask=live, other=0.0).to(tl.float32)
-        v += w1 * tl.load(x + WIDTH, mask=live, other=0.0).to(tl.float32)
-        v += w2 * tl.load(x + 2 * WIDTH, mask=live, other=0.0).to(tl.float32)
-        v += w3 * tl.load(x + 3 * WIDTH, mask=live, other=0.0).to(tl.float32)
+        v = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32) + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32)
         v = to_bf16(v).to(tl.float32)
         if GRAM:
             crossed = w0 * (w1 * _total(parts, 36, s, PARTS) + w2 * _total(parts, 37, s, PARTS))
