@@ -8,7 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 64
-EMITTED, LENGTH, NEXT, FINISHED, MAX_TOKENS, STOPS = (tl.constexpr(field) for field in (7, 8, 9, 10, 11, 14))
+EMITTED = tl.constexpr(7)
+LENGTH = tl.constexpr(8)
+NEXT = tl.constexpr(9)
+FINISHED = tl.constexpr(10)
+MAX_TOKENS = tl.constexpr(11)
+STOPS = tl.constexpr(14)
 
 
 def begin_step(rows: Tensor, table: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
@@ -75,7 +80,7 @@ def _end(
     listed = tl.load(
         table_ptr + (STOPS + stop)[None, :] * columns + column[:, None], mask=(stop < NUM_STOPS)[None, :], other=-1
     )
-    met = tl.max((listed == token[:, None]).to(tl.int32), axis=1)
+    met = tl.sum((listed == token[:, None]).to(tl.int32), axis=1)
     stopped = (met > 0) | (emitted >= most) | (fault != 0)
     tl.store(table_ptr + EMITTED * columns + column, emitted, mask=live)
     tl.store(table_ptr + LENGTH * columns + column, position + tl.where(stopped, 0, 1), mask=live)
