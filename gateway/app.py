@@ -15,6 +15,7 @@ from gateway import routes
 from gateway.access import KeyRing
 from gateway.anthropic_errors import anthropic_error
 from gateway.config import GatewayConfig
+from gateway.cors import Cors
 from gateway.errors import ApiError
 from gateway.exchange import Exchange, error_response, label_of, parent_of
 from gateway.http_server import SERVER_NAME
@@ -42,7 +43,10 @@ def build_app(
     gateway = Gateway(mesh, tokenizer, config)
     app[GATEWAY] = gateway
     entry = _Entry(
-        gateway, KeyRing(read_api_keys(config.api_key_file) if config.api_key_file else ()), tracing or Tracing()
+        gateway,
+        KeyRing(read_api_keys(config.api_key_file) if config.api_key_file else ()),
+        Cors(config.cors_origins),
+        tracing or Tracing(),
     )
     app.router.add_route("*", "/{path:.*}", entry.answer)
     app.cleanup_ctx.append(_background)
@@ -62,9 +66,10 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 class _Entry:
     """Answers every request."""
 
-    def __init__(self, gateway: Gateway, keys: KeyRing, tracing: Tracing) -> None:
+    def __init__(self, gateway: Gateway, keys: KeyRing, cors: Cors, tracing: Tracing) -> None:
         self._gateway = gateway
         self._keys = keys
+        self._cors = cors
         self._tracing = tracing
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -73,9 +78,11 @@ class _Entry:
         exchange = Exchange(label=label_of(request.headers), request=request, parent=parent_of(request.headers))
         exchange.traceparent = self._tracing.begin(exchange.parent)
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
+        exchange.headers |= self._cors.headers(request.headers)
         metrics.http_active += 1
         status = CLIENT_GONE
         match: routes.Match | None = None
+        response: web.StreamResponse | None
         try:
             try:
                 if len(request.headers) > self._gateway.limits.header_fields:
@@ -84,8 +91,10 @@ class _Entry:
                 if match.route.anthropic:
                     exchange.error_shape = anthropic_error
                     exchange.headers["request-id"] = exchange.label
-                routes.check_method(match, request.method)
-                response = await self._handle(match, exchange)
+                response = self._preflight(match, exchange)
+                if response is None:
+                    routes.check_method(match, request.method)
+                    response = await self._handle(match, exchange)
             except ApiError as error:
                 response = error_response(exchange, error)
             except (asyncio.CancelledError, ConnectionError):
@@ -98,6 +107,13 @@ class _Entry:
         finally:
             metrics.http_active -= 1
             self._book(exchange, match, status)
+
+    def _preflight(self, match: routes.Match, exchange: Exchange) -> web.StreamResponse | None:
+        """The answer to a browser that asks whether a page may send a request; None for everything else."""
+        if exchange.request.method != "OPTIONS":
+            return None
+        told = self._cors.preflight(exchange.request.headers, match.route.methods)
+        return web.Response(status=204, headers={**exchange.headers, **told}) if told else None
 
     async def _handle(self, match: routes.Match, exchange: Exchange) -> web.StreamResponse:
         if not match.route.open:

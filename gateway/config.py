@@ -39,6 +39,7 @@ class GatewayConfig:
         "open", "deepseek repeats the hosted service's refusals and ignored fields"
     )
     incremental_streaming_output: bool = option(False, "/generate streams deltas instead of the whole text so far")
+    cors_origins: tuple[str, ...] = option((), "web pages that may ask, as https://host, comma separated; * is any")
     insecure: bool = option(False, "listen beyond loopback without keys")
     public_metrics: bool = option(False, "show /metrics and /server_info beyond loopback too")
     deterministic: bool = option(False, "repeated ids must be equal: a difference is counted as a fault")
