@@ -78,7 +78,7 @@ def _end(
     most = tl.load(table_ptr + MAX_TOKENS * columns + column)
     stop = tl.arange(0, PADDED_STOPS)
     listed = tl.load(
-        table_ptr + (STOPS + stop)[None, :] * columns + column[:, None], mask=(stop < NUM_STOPS)[None, :], other=-1
+        table_ptr + (stop + STOPS)[None, :] * columns + column[:, None], mask=(stop < NUM_STOPS)[None, :], other=-1
     )
     met = tl.sum((listed == token[:, None]).to(tl.int32), axis=1)
     stopped = (met > 0) | (emitted >= most) | (fault != 0)
