@@ -27,7 +27,7 @@ from meshkit.supervisor import Probe, ServiceSpec, Supervisor
 DEFAULT_PORT = 8000
 SELF = (sys.executable, "-m", "meshkit.cli")
 Work = Callable[["MeshPlan", Callable[[], dict[str, int]]], int]  # (what runs, pids of the services) -> exit status
-DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.0}  # at most; the supervisor bounds their sum
+DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.5}  # at most; the supervisor bounds their sum
 STANDBY = "-standby"  # a second process of a service, which takes over when the first one dies
 
 
