@@ -7,9 +7,10 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +31,7 @@ Status = Literal["ok", "warn", "fail"]
 MARKS: dict[Status, tuple[str, str]] = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 TORCH_FROM, TORCH_BELOW = (2, 11), (2, 15)
 EXTRAS = {"gateway": "aiohttp", "worker": "torch", "grammar": "xgrammar", "test": "pytest"}
+PROBE_S = 120.0  # importing every kernel package; JIT caches on a network disk are slow
 GPU_NONE = (
     "no NVIDIA GPU is visible (driver library absent). Laptop? add --device cpu. In Docker? the service needs a device "
     "reservation or --gpus all; toolkit check: nvidia-ctk --version"
@@ -52,9 +54,13 @@ class Row:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="cuda: a GPU must be there.")
 @click.option("--host", default="127.0.0.1", help="Address the gateway would listen on.")
 @click.option("--port", default=DEFAULT_PORT, type=click.IntRange(1, 65535), help="Port the gateway would listen on.")
+@click.option("--kernels", is_flag=True, help="Which backend computes what on the GPU (always, if there is one).")
+@click.option("--kernel", "pins", multiple=True, metavar="OP=BACKEND", help="As if this backend were pinned.")
 @shared_options
 @click.pass_obj
-def doctor(screen: Screen, *, model: str | None, device: str, host: str, port: int) -> int:
+def doctor(
+    screen: Screen, *, model: str | None, device: str, host: str, port: int, kernels: bool, pins: tuple[str, ...]
+) -> int:
     """Check this machine. Exit 0 if nothing fails, else the exit code of the first failed row."""
     checks: tuple[Callable[[], Iterator[Row]], ...] = (
         python_row,
@@ -65,6 +71,7 @@ def doctor(screen: Screen, *, model: str | None, device: str, host: str, port: i
         lambda: model_rows(model),
         lambda: port_row(host, port),
         sockets_row,
+        lambda: kernel_rows(pins) if kernels or pins or device == "cuda" or _nvml()[0] else iter(()),
     )
     rows = [row for check in checks for row in check()]
     failed = [row for row in rows if row.status == "fail"]
@@ -208,6 +215,39 @@ def sockets_row() -> Iterator[Row]:
             yield Row("sockets", "ok", f"{parent} ({length} of {MAX_UNIX_PATH} bytes for a socket's path)")
             return
     yield Row("sockets", "fail", "no short writable folder for unix sockets", "v4mesh up --run-dir /short/path", 3)
+
+
+def kernel_rows(pins: Sequence[str]) -> Iterator[Row]:
+    """The worker's table of backends: packages found or not, then what computes each operation and why not better.
+
+    Asked of a process of its own: it imports torch and every kernel package.
+    """
+    if importlib.util.find_spec("torch") is None:
+        yield Row("kernels", "warn", "torch is not installed: nothing to choose from", 'pip install "v4mesh[worker]"')
+        return
+    line = [sys.executable, "-m", "worker_svc.ops.registry", *pins]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=PROBE_S)
+        table = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        yield Row("kernels", "warn", f"probing the kernel packages failed: {type(error).__name__}", " ".join(line))
+        return
+    if "error" in table:
+        yield Row("kernels", "fail", table["error"], "", int(Exit.USAGE))
+        return
+    for found in table["packages"]:
+        fact = found["version"] or "found" if found["available"] else found["reason"]
+        fix = "" if found["available"] else f"pip install {found['pip']}"
+        yield Row(f"kernels: {found['name']}", "ok" if found["available"] else "warn", fact, fix)
+    for op in table["ops"]:
+        if op.get("error"):
+            yield Row(f"op {op['op']}", "fail", op["error"], "", int(Exit.GPU))
+            continue
+        passed = "; ".join(f"not {name}: {why}" for name, why in op["passed_over"].items())
+        pinned = " (pinned)" if op["pinned"] else ""
+        slower = bool(op["passed_over"]) and table["chip"] > 0
+        fact = f"{op['backend']}{pinned}{'; ' if passed else ''}{passed}"
+        yield Row(f"op {op['op']}", "warn" if slower else "ok", fact, op["pip"])
 
 
 def _from_problem(name: str, problem: Problem) -> Row:

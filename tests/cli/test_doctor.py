@@ -2,6 +2,7 @@
 
 import json
 import socket
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -146,3 +147,42 @@ def test_health_of_a_gateway_and_of_the_mesh_behind_it(server: Script, capsys: p
 def test_health_of_nobody_is_1(service: str, target: str, capsys: pytest.CaptureFixture[str]):
     assert main(["health", service, "--target", target]) == 1
     assert f"{service} at {target}: " in capsys.readouterr().err
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, stdout: str) -> list[list[str]]:
+    """Doctor's question about kernels gets this answer; what it asked."""
+    asked: list[list[str]] = []
+
+    def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(line)
+        return subprocess.CompletedProcess(line, 0, stdout=stdout, stderr="")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    return asked
+
+
+def test_kernels_are_listed_with_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    package = {"name": "humming", "available": False, "version": "", "reason": "not installed", "pip": "humming==1"}
+    op = {"op": "experts", "backend": "torch", "pinned": False, "passed_over": {"humming": "not installed"}}
+    op["pip"] = "pip install humming==1"
+    table = {"chip": 90, "packages": [package], "ops": [op]}
+    asked = _answer(monkeypatch, json.dumps(table))
+    status, found = rows(capsys, "--kernels", "--kernel", "experts=torch")
+    assert status == 0 and asked[0][-1] == "experts=torch"
+    assert found["kernels: humming"]["fix"] == "pip install humming==1"
+    assert found["op experts"]["fact"] == "torch; not humming: not installed"
+
+
+def test_a_pin_that_cannot_run_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    error = "--kernel experts=humming: no NVIDIA GPU"
+    table = {"chip": 0, "packages": [], "ops": [{"op": "experts", "error": error}]}
+    _answer(monkeypatch, json.dumps(table))
+    status, found = rows(capsys, "--kernels")
+    assert status == Exit.GPU and found["op experts"]["fact"] == error
+
+
+@pytest.mark.parametrize("said", ["", "Traceback", json.dumps({"error": "--kernel x=y: no operation 'x'"})])
+def test_a_failed_probe_is_a_row(said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    _answer(monkeypatch, said)
+    _, found = rows(capsys, "--kernels")
+    assert found["kernels"]["status"] in ("warn", "fail")
