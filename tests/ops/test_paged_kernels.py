@@ -207,10 +207,11 @@ def test_verify_rows_and_a_row_in_the_middle_of_a_window():
     assert float((mine - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize("k", [64, 512])
-def test_selection_takes_the_highest_and_among_equals_the_first(k):
+@pytest.mark.parametrize(("k", "tile"), [(64, 4096), (512, 4096), (64, 128), (512, 1024)])
+def test_selection_takes_the_highest_and_among_equals_the_first(k, tile, monkeypatch):
     from worker_svc.ops.top_entries import triton
 
+    monkeypatch.setattr(triton, "TILE", tile)
     generator = torch.Generator().manual_seed(k)
     table = random_table(3, 40, 3)
     scores = torch.randn(6, 2300, generator=generator)[:, :2200]

@@ -1,112 +1,126 @@
-"""Exact selection of the k highest scores of a row by one program: radix search of the k-th value, then compaction.
+"""Exact selection of the k highest scores: a tree of tiles, each held in registers by one program.
 
-Scores become integers of the same order. Four passes over a row find the k-th value byte by byte from histograms; a
-last pass writes everything above it, and of its equals the first that fit, at places given by running sums: ascending
-by construction, equal in every run. A row of few scores stays in the first-level cache between the passes.
+A program searches the k-th highest of its tile by counting how many scores reach each of three bounds, then writes what
+is taken at places given by one running sum: ascending by construction, the first of equals, always the same. A row
+longer than a tile is cut; every tile hands its k highest on to the next level. Levels follow from the width alone, so
+that a graph can replay them; programs beyond a row's length hand on nothing.
 """
 
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024
+TILE = 4096
+"""Scores of one program at most."""
 
 
 @triton.jit
 def _ordered(score):
-    """int64 in 0 .. 2^32 - 1 that orders like the FP32 score; both zeros alike."""
-    score = tl.where(score == 0.0, 0.0, score)
-    bits = score.to(tl.int32, bitcast=True)
-    return (tl.where(bits < 0, ~bits, bits ^ -2147483648)).to(tl.int64) & 0xFFFFFFFF
+    """int32 below 2^31 - 1 that orders like the FP32 score; both zeros alike."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFE)
 
 
 @triton.jit
-def _keys(scores, entry, length):
-    return _ordered(tl.load(scores + entry, mask=entry < length, other=0.0))
-
-
-@triton.jit
-def _next_byte(scores, length, prefix, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Fix the byte at SHIFT of the wanted-th highest among the keys that share the bytes of `prefix` above it."""
-    bins = tl.arange(0, 256)
-    counts = tl.zeros((256,), tl.int32)
-    for begin in range(0, length, BLOCK):
-        entry = begin + tl.arange(0, BLOCK)
-        key = _keys(scores, entry, length)
-        alike = (entry < length) & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
-        counts += tl.histogram(((key >> SHIFT) & 0xFF).to(tl.int32), 256, mask=alike)
-    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # keys with a higher byte
-    found = (above < wanted) & (above + counts >= wanted)
-    byte = tl.sum(tl.where(found, bins, 0), 0)
-    return prefix | (byte.to(tl.int64) << SHIFT), wanted - tl.sum(tl.where(found, above, 0), 0)
-
-
-@triton.jit
-def _kth(scores, length, k, BLOCK: tl.constexpr):
-    """The k-th highest key of the row, and how many of its equals are among the k highest."""
-    bound, equals = _next_byte(scores, length, tl.zeros((), tl.int64), k, 24, BLOCK)
-    bound, equals = _next_byte(scores, length, bound, equals, 16, BLOCK)
-    bound, equals = _next_byte(scores, length, bound, equals, 8, BLOCK)
-    return _next_byte(scores, length, bound, equals, 0, BLOCK)
-
-
-@triton.jit
-def _row_of(entry, base, table, PAGED: tl.constexpr, mask):
-    if PAGED:
-        return tl.load(table + entry // 64, mask=mask, other=0) * 64 + entry % 64
-    return base + entry
+def _bounds(key, known, k):
+    """(low, high, room), int32: keys >= high are taken, and of those in low .. high - 1 the first `room`."""
+    low = tl.min(tl.where(known, key, 0x7FFFFFFE), 0).to(tl.int64)
+    high = tl.max(tl.where(known, key, -0x7FFFFFFF), 0).to(tl.int64) + 1
+    reach = tl.sum(known.to(tl.int32), 0).to(tl.int64)  # keys that reach low; those that reach high are fewer than k
+    above = tl.zeros((), tl.int64)
+    while (high - low > 1) & (reach > k):
+        step = (high - low + 3) // 4
+        first = low + step
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        packed = (known & (key >= first.to(tl.int32))).to(tl.int64)
+        packed += (known & (key >= second.to(tl.int32))).to(tl.int64) << 20
+        packed += (known & (key >= third.to(tl.int32))).to(tl.int64) << 40
+        counts = tl.sum(packed, 0)
+        n1 = counts & 0xFFFFF
+        n2 = (counts >> 20) & 0xFFFFF
+        n3 = counts >> 40
+        # The highest bound that k keys still reach becomes low, the next one high.
+        above = tl.where(n3 >= k, above, tl.where(n2 >= k, n3, tl.where(n1 >= k, n2, n1)))
+        reach = tl.where(n3 >= k, n3, tl.where(n2 >= k, n2, tl.where(n1 >= k, n1, reach)))
+        high = tl.where(n3 >= k, high, tl.where(n2 >= k, third, tl.where(n1 >= k, second, first)))
+        low = tl.where(n3 >= k, third, tl.where(n2 >= k, second, tl.where(n1 >= k, first, low)))
+    return low.to(tl.int32), high.to(tl.int32), (k - above).to(tl.int32)
 
 
 @triton.jit
 def _kernel(
-    scores, stride, lengths, slots, table, table_stride, base, out, out_stride, k,
-    PAGED: tl.constexpr, BLOCK: tl.constexpr,
+    scores, stride, entries, lengths, slots, table, table_stride, base, keys_out, out, out_stride, k,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr, K_TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
+    tile = tl.program_id(1)
+    place = tile * TILE + tl.arange(0, TILE)
     length = tl.load(lengths + token)
-    out += token.to(tl.int64) * out_stride
-    scores += token.to(tl.int64) * stride
-    start = 0
-    if PAGED:
-        table += tl.maximum(tl.load(slots + token), 0).to(tl.int64) * table_stride
+    if FIRST:
+        known = place < length
+        entry = place
+        key = _ordered(tl.load(scores + token.to(tl.int64) * stride + place, mask=known, other=0.0))
+    else:  # `scores` are keys of the level before, `entries` what they belong to, -1 nothing
+        entry = tl.load(entries + token.to(tl.int64) * stride + place, mask=place < stride, other=-1)
+        known = entry >= 0
+        key = tl.load(scores + token.to(tl.int64) * stride + place, mask=known, other=0)
+    low, high, room = _bounds(key, known, k)
+    over = known & (key >= high)
+    edge = known & (key >= low) & (key < high)
+    passed = tl.cumsum(over.to(tl.int32) + (edge.to(tl.int32) << 16), 0)
+    rank = tl.minimum(passed >> 16, room)
+    taken = over | (edge & ((passed >> 16) <= room))
+    target = (passed & 0xFFFF) + rank - 1
+    count = tl.sum(taken.to(tl.int32), 0)
+    blank = tl.arange(0, K_TILE)
+    out += token.to(tl.int64) * out_stride + tile * k
+    if LAST:
+        if PAGED:
+            table += tl.maximum(tl.load(slots + token), 0).to(tl.int64) * table_stride
+            row = tl.load(table + entry // 64, mask=taken, other=0) * 64 + entry % 64
+        else:
+            row = tl.load(base + token) + entry
+        tl.store(out + target, row, mask=taken)
     else:
-        start = tl.load(base + token)
-    if length <= k:
-        for begin in range(0, k, BLOCK):
-            entry = begin + tl.arange(0, BLOCK)
-            row = _row_of(entry, start, table, PAGED, entry < length)
-            tl.store(out + entry, tl.where(entry < length, row, -1), mask=entry < k)
-    else:
-        bound, equals = _kth(scores, length, k, BLOCK)
-        written = 0
-        passed = 0
-        for begin in range(0, length, BLOCK):
-            entry = begin + tl.arange(0, BLOCK)
-            key = _keys(scores, entry, length)
-            equal = (entry < length) & (key == bound)
-            rank = passed + tl.cumsum(equal.to(tl.int32), 0)
-            taken = (entry < length) & ((key > bound) | (equal & (rank <= equals)))
-            place = written + tl.cumsum(taken.to(tl.int32), 0) - 1
-            tl.store(out + place, _row_of(entry, start, table, PAGED, taken), mask=taken)
-            written += tl.sum(taken.to(tl.int32), 0)
-            passed += tl.sum(equal.to(tl.int32), 0)
+        tl.store(out + target, entry, mask=taken)
+        tl.store(keys_out + token.to(tl.int64) * out_stride + tile * k + target, key, mask=taken)
+    tl.store(out + blank, -1, mask=(blank >= count) & (blank < k))
+
+
+def _select(
+    scores: Tensor, lengths: Tensor, out: Tensor, slots: Tensor, table: Tensor, base: Tensor, *, paged: bool
+) -> None:
+    tokens, k = out.shape
+    width = max(1, scores.shape[1])
+    keys, entries, stride, first = scores, lengths, scores.stride(0), True
+    while True:
+        tile = max(128, min(TILE, triton.next_power_of_2(width)))
+        tiles = triton.cdiv(width, tile)
+        last = tiles == 1
+        # Tiles of a level write side by side, k places each.
+        chosen = out if last else torch.empty(tokens, tiles * k, dtype=torch.int32, device=out.device)
+        chosen_keys = chosen if last else torch.empty_like(chosen)
+        _kernel[(tokens, tiles)](
+            keys, stride, entries, lengths, slots, table, table.stride(0), base, chosen_keys, chosen, chosen.stride(0),
+            k, FIRST=first, LAST=last, PAGED=paged, TILE=tile, K_TILE=triton.next_power_of_2(k),
+            num_warps=4 if tile <= 1024 else 8,
+        )  # fmt: skip
+        if last:
+            return
+        keys, entries, stride, width, first = chosen_keys, chosen, chosen.stride(0), tiles * k, False
 
 
 def top_rows(scores: Tensor, lengths: Tensor, slots: Tensor, block_table: Tensor, out: Tensor) -> None:
     """See the door."""
-    _kernel[(lengths.shape[0],)](
-        scores, scores.stride(0), lengths, slots, block_table, block_table.stride(0), lengths, out, out.stride(0),
-        out.shape[1], PAGED=True, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    _select(scores, lengths, out, slots, block_table, lengths, paged=True)
 
 
 def top_entries(scores: Tensor, lengths: Tensor, base: Tensor, out: Tensor) -> None:
     """See the door."""
-    _kernel[(lengths.shape[0],)](
-        scores, scores.stride(0), lengths, lengths, lengths, 0, base, out, out.stride(0),
-        out.shape[1], PAGED=False, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+    _select(scores, lengths, out, lengths, lengths, base, paged=False)
