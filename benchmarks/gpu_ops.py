@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -561,6 +562,15 @@ def expert_tiles(bench: Bench) -> None:
         },
         "wide": {"block_shape": (8, 512, 128), "warp_shape": (8, 64, 128), "use_stream_k": False, "num_ctas_per_sm": 1},
     }
+    tiles = {
+        (product, json.dumps(product.tile(8, K, "fp8") | change))
+        for product in (layer._up, layer._down)
+        for change in variants.values()
+    }
+    with ThreadPoolExecutor(16) as pool:
+        for work_done in [pool.submit(product.prepare, tile) for product, tile in tiles]:
+            if problem := work_done.exception():
+                print(f"  a tile does not compile: {str(problem)[:120]}")
     for t in (1, 2, 4, 8, 16):
         rounds = 8
         for product, columns, inner, k in ((layer._up, 2 * INNER, D, K), (layer._down, D, INNER, 1)):

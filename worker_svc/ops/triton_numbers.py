@@ -1,10 +1,10 @@
-# ruff: noqa: ANN001, ANN201
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disable-error-code="import-untyped"
 """Number conversions that all Triton kernels share: BF16 and E4M3 rounding, the power-of-two scale, matrix products.
 
 Triton's interpreter (CPU tests) truncates where the GPU rounds to nearest even, and multiplies BF16 operands as raw
 bits; INTERPRETED takes the long way there, with the results of the GPU. Import only where triton is installed.
 """
+# ruff: noqa: ANN001, ANN201
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl

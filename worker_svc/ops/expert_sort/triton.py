@@ -1,10 +1,10 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Expert sort in Triton: a program per (expert, chunk of slots) finds its own slots and where they go.
 
 One launch while all slots fit one chunk (every program counts them for itself); above, a first launch counts chunks.
 """
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl

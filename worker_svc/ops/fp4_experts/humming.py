@@ -1,9 +1,9 @@
-# mypy: disallow-untyped-calls=False
 """FP4 experts through humming's indexed grouped products, FP8 or BF16 activations, our sort and middle around them.
 
 Its weights are repacked at load (lossless exponent folding, ranges chosen by the data); tiles come from its own
 heuristics for the GPU, with the exceptions measured in `_better`. Kernels compile once per tile, with NVRTC.
 """
+# mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 

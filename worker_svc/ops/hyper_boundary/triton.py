@@ -1,6 +1,3 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """The boundary as two Triton kernels, one pass over the streams each.
 
 Pass 1 splits tokens and channels: it mixes the sublayer's output into the streams and sums, per split, the next
@@ -9,6 +6,9 @@ splits again: every program adds the partial sums (a few hundred numbers), so no
 tokens one token is spread over many programs, and the norm's sum of squares comes from the products of the streams,
 |sum_j pre_j x_j|^2 = sum_jk pre_j pre_k <x_j, x_k>; at many tokens a program owns a token and squares what it made.
 """
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 from dataclasses import dataclass
 

@@ -1,7 +1,7 @@
+"""Row quantisation in Triton: one program per row and piece of 128-wide blocks, scales stored wherever asked."""
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
-"""Row quantisation in Triton: one program per row and piece of 128-wide blocks, scales stored wherever asked."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,3 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Sampling in three launches: which values stay, the best of every tile, the best of all.
 
 1. `_threshold`, one program per row: top-k by a radix search over the values' bits, top-p by a search of the same
@@ -9,6 +6,9 @@
 3. `_pick`: tiles within reach of the best one (almost always a single one) are drawn again with the noise in FP64,
    which gives the host sampler's very numbers; the lowest id wins a tie.
 """
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-# ruff: noqa: ANN001, ANN202, N803, N806
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Skinny products in Triton: a program owns a few output columns and streams their weight rows through deep pipelines.
 
 What matters is bytes in flight: small column tiles, so that every SM has one or more programs, and as many pipeline
 stages as fill 40 to 60 KB of shared memory. FP8 is summed in FP32 after every 128 of K, where the scales change.
 """
+# ruff: noqa: ANN001, ANN202, N803, N806
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 from dataclasses import dataclass
 

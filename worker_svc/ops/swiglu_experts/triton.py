@@ -1,7 +1,7 @@
+"""The experts' middle in Triton: a program per row and piece of the inner width, the shared expert's rows last."""
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
-"""The experts' middle in Triton: a program per row and piece of the inner width, the shared expert's rows last."""
 
 from __future__ import annotations
 

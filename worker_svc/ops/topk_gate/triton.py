@@ -1,10 +1,10 @@
-# ruff: noqa: ANN001, ANN202, N803
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
-# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 """Routing in Triton: scores, choice and weights of a token by one warp; a split product's parts are added on the way.
 
 log1p is summed as a series: the GPU's fast logarithm near one would cost the small scores all their digits.
 """
+# ruff: noqa: ANN001, ANN202, N803
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+# mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
 import triton.language as tl
