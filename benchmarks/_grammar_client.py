@@ -1,6 +1,7 @@
-"""The worker's side of the mask benchmark, a process of its own. Arguments: ADDRESS VOCAB_SIZE ROUNDS SCHEMAS.
+"""The worker's side of the mask benchmark, a process of its own. Arguments: ADDRESS VOCAB_SIZE ROUNDS SCHEMAS
+CLOSING.
 
-Binds 64 slots, samples a random legal id per row, and times from sending them until the new rows can be read.
+Binds 64 slots, samples a legal id per row, and times from sending them until the new rows can be read.
 Prints one JSON line.
 """
 
@@ -23,10 +24,23 @@ from meshkit.types import PROTO_REV
 ROWS = 64
 
 
+def sampled(row: Any, rng: random.Random, closing: list[int]) -> int:
+    """A legal id of a mask row: in one of four cases one of `closing`, otherwise rather a low one."""
+    if rng.random() < 0.25:
+        ends = [token for token in closing if int(row[token >> 5]) >> (token & 31) & 1]
+        if ends:
+            return rng.choice(ends)
+    words = np.flatnonzero(row)
+    word = int(words[int(len(words) * rng.random() ** 4)])
+    bits = int(row[word]) & 0xFFFFFFFF
+    return word * 32 + rng.choice([bit for bit in range(32) if bits >> bit & 1])
+
+
 class Client:
     """One attachment with `ROWS` bound slots. A slot whose grammar ended, or that failed, is bound anew."""
 
-    def __init__(self, call: Any, vocab_size: int, ids: list[bytes]) -> None:
+    def __init__(self, call: Any, vocab_size: int, ids: list[bytes], closing: list[int]) -> None:
+        self.closing = closing
         self.call, self.ids = call, ids  # Any: the generated stub's call type
         self.vocab_size, self.words = vocab_size, -(-vocab_size // 32)
         self.rng = random.Random(7)
@@ -76,14 +90,8 @@ class Client:
             count -= len(slots)
 
     def sample(self) -> list[int]:
-        """A random legal id per row."""
-        tokens = []
-        for row in self.rows:
-            words = np.flatnonzero(row)
-            word = int(words[self.rng.randrange(len(words))])
-            bits = int(row[word]) & 0xFFFFFFFF
-            tokens.append(word * 32 + self.rng.choice([bit for bit in range(32) if bits >> bit & 1]))
-        return tokens
+        """A legal id per row."""
+        return [sampled(row, self.rng, self.closing) for row in self.rows]
 
     async def round(self) -> tuple[float, float]:
         """One step of all rows: seconds of wall time and of this process's own processor time."""
@@ -104,7 +112,7 @@ class Client:
         return spent
 
 
-async def main(address: str, vocab_size: int, rounds: int, schemas: list[Any]) -> dict[str, float]:
+async def main(address: str, vocab_size: int, rounds: int, schemas: list[Any], closing: list[int]) -> dict[str, float]:
     result: dict[str, float] = {"mask_rows_total": 0}
     async with open_channel(address) as channel:
         stub = grammar_pb2_grpc.GrammarStub(channel)
@@ -114,7 +122,7 @@ async def main(address: str, vocab_size: int, rounds: int, schemas: list[Any]) -
             ids.append((await stub.Compile(request, timeout=30)).grammar_id)
         for name, mapped in (("mask_rtt", True), ("mask_inline_rtt", False)):
             call = stub.AttachWorker()
-            client = Client(call, vocab_size, ids)
+            client = Client(call, vocab_size, ids, closing)
             await client.attach(mapped=mapped)
             for _ in range(20):
                 await client.round()
@@ -129,5 +137,5 @@ async def main(address: str, vocab_size: int, rounds: int, schemas: list[Any]) -
 
 
 if __name__ == "__main__":
-    address, vocab_size, rounds, schemas = sys.argv[1:]
-    print(json.dumps(run(main(address, int(vocab_size), int(rounds), json.loads(schemas)))))
+    address, vocab_size, rounds, schemas, closing = sys.argv[1:]
+    print(json.dumps(run(main(address, int(vocab_size), int(rounds), json.loads(schemas), json.loads(closing)))))

@@ -28,11 +28,20 @@ class Case:
     judge: Callable[[str], bool]
 
 
+def function_schemas() -> list[dict[str, Any]]:
+    """Parameters of 20 functions of bfcl-eval."""
+    return [entry["schema"] for entry in _functions()]
+
+
+def _functions() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads((DATA / "bfcl_schemas.json").read_text())["schemas"]
+    return entries
+
+
 def mesh_cases() -> list[Case]:
     """40 schemas (20 of them parameters of functions in bfcl-eval), 20 expressions, 10 grammars."""
-    functions = json.loads((DATA / "bfcl_schemas.json").read_text())["schemas"]
     schemas = [(f"schema {index}", schema) for index, schema in enumerate(cases.SCHEMAS[:OWN_SCHEMAS])]
-    schemas += [(entry["name"], entry["schema"]) for entry in functions]
+    schemas += [(entry["name"], entry["schema"]) for entry in _functions()]
     return [
         *(_schema(name, schema) for name, schema in schemas),
         *(_expression(pattern) for pattern in cases.REGEXES),
