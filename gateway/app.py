@@ -87,10 +87,11 @@ class _Entry:
             try:
                 if len(request.headers) > self._gateway.limits.header_fields:
                     raise ApiError(431, f"more than {self._gateway.limits.header_fields} header fields")
+                if "anthropic-version" in request.headers:
+                    _speak_anthropic(exchange)
                 match = routes.find(request.path)
                 if match.route.anthropic:
-                    exchange.error_shape = anthropic_error
-                    exchange.headers["request-id"] = exchange.label
+                    _speak_anthropic(exchange)
                 response = self._preflight(match, exchange)
                 if response is None:
                     routes.check_method(match, request.method)
@@ -143,6 +144,11 @@ class _Entry:
         if self._tracing.enabled and match is not None and match.route.operation:
             name = self._gateway.model.name
             record_request(self._tracing, exchange, name, match.route.operation, status, seconds)
+
+
+def _speak_anthropic(exchange: Exchange) -> None:
+    exchange.error_shape = anthropic_error
+    exchange.headers["request-id"] = exchange.label
 
 
 def _tokens(exchange: Exchange) -> str:

@@ -64,6 +64,12 @@ def shared_fields(body: RequestFields) -> dict[str, Any]:
     return {name: getattr(body, name) for name in RequestFields.__struct_fields__ if name not in left_out}
 
 
+def quoted(value: object) -> str:
+    """A value of the client's in an error, cut to a bounded length."""
+    text = repr(value if not isinstance(value, str) else value[:60])
+    return text[:80]
+
+
 def object_at(value: object, where: str) -> Mapping[str, Any]:
     """A JSON object, or a 400 that says where it should be."""
     if not isinstance(value, dict):
@@ -82,4 +88,4 @@ def not_text(kind: object, where: str, profile: Profile) -> str:
     """Stands for a part that is no text: what the hosted service says of an image, else a 400."""
     if profile == "deepseek" and kind in ("image", "input_image"):
         return UNSUPPORTED_IMAGE
-    raise invalid(where, f"{where} has type {kind!r}; this model reads text only")
+    raise invalid(where, f"{where} has type {quoted(kind)}; this model reads text only")

@@ -68,7 +68,7 @@ Request = TypeVar("Request", bound=RequestFields)
 def as_hosted(body: Request, model: ServedModel) -> Request:
     """The request without what the hosted service ignores. Raises 400 for what it refuses."""
     if not model.answers_to(body.model):
-        raise ApiError(400, f"Model Not Exist: {body.model!r}; this server has {model.name!r}", param="model")
+        raise ApiError(400, f"Model Not Exist: {str(body.model)[:80]!r}; this server has {model.name!r}", param="model")
     if body.n not in (None, 1):
         raise invalid("n", f"n = {body.n} is out of range: allowed is 1")
     if isinstance(body.stop, list) and len(body.stop) > STOPS:

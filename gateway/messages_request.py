@@ -7,7 +7,7 @@ budgets mean nothing here. Tools that a server would have to run, and parts that
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.dialect import Translated, not_text, object_at, shared_fields, text_at
+from gateway.dialect import Translated, not_text, object_at, quoted, shared_fields, text_at
 from gateway.errors import invalid
 from gateway.schema import ChatRequest, RequestFields
 from gateway.text.chat_messages import Profile
@@ -70,7 +70,7 @@ def chat_of(body: MessagesRequest, profile: Profile) -> Translated:
 def _turn(message: Mapping[str, Any], where: str, profile: Profile) -> list[dict[str, Any]]:
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise invalid(f"{where}.role", f"{where}.role is {role!r}; known roles: user, assistant")
+        raise invalid(f"{where}.role", f"{where}.role is {quoted(role)}; known roles: user, assistant")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not content:
@@ -145,7 +145,9 @@ def _text(block: Mapping[str, Any], where: str, profile: Profile) -> str:
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        raise invalid(f"{where}.type", f"{where}.type is {kind!r}: tools that a server runs are not there; send custom")
+        raise invalid(
+            f"{where}.type", f"{where}.type is {quoted(kind)}: tools that a server runs are not there; send custom"
+        )
     function = {name: tool.get(name) for name in ("name", "description", "strict")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
@@ -159,7 +161,7 @@ def _choice(choice: Mapping[str, Any] | None) -> tuple[object, bool | None]:
     if kind == "tool":
         return {"type": "function", "function": {"name": text_at(choice.get("name"), "tool_choice.name")}}, parallel
     if kind not in ("auto", "any", "none"):
-        raise invalid("tool_choice", f"tool_choice.type is {kind!r}; accepted: auto, any, tool, none")
+        raise invalid("tool_choice", f"tool_choice.type is {quoted(kind)}; accepted: auto, any, tool, none")
     return "required" if kind == "any" else kind, parallel
 
 
@@ -169,7 +171,7 @@ def _format(value: object) -> dict[str, Any] | None:
         return None
     wanted = object_at(value, "output_config.format")
     if wanted.get("type") != "json_schema":
-        text = f"output_config.format.type is {wanted.get('type')!r}; accepted: json_schema"
+        text = f"output_config.format.type is {quoted(wanted.get('type'))}; accepted: json_schema"
         raise invalid("output_config.format", text)
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.get("schema")}}
 

@@ -8,7 +8,7 @@ functions are refused.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.dialect import Translated, not_text, object_at, shared_fields, text_at
+from gateway.dialect import Translated, not_text, object_at, quoted, shared_fields, text_at
 from gateway.errors import invalid, missing_part
 from gateway.schema import ChatRequest, RequestFields
 from gateway.text.chat_messages import Profile
@@ -86,7 +86,7 @@ def _refuse_missing(body: ResponsesRequest) -> None:
     if body.truncation == "auto":
         raise missing_part("truncation", "dropping items from the middle", "prompt truncation")
     if body.truncation not in (None, "disabled"):
-        raise invalid("truncation", f"truncation is {body.truncation[:40]!r}; accepted: disabled")
+        raise invalid("truncation", f"truncation is {quoted(body.truncation)}; accepted: disabled")
 
 
 class _Turns:
@@ -97,6 +97,7 @@ class _Turns:
         self.origins: list[str] = []
         self._profile = profile
         self._turn: dict[str, Any] | None = None  # the assistant's, open
+        self._thoughts: list[str] = []  # of that turn
 
     def add(self, message: dict[str, Any], where: str) -> None:
         self.flush()
@@ -104,7 +105,10 @@ class _Turns:
         self.origins.append(where)
 
     def flush(self) -> None:
-        self._turn = None
+        """The assistant's turn, if one is open, is over."""
+        if self._turn is not None and self._thoughts:
+            self._turn["reasoning_content"] = "\n".join(self._thoughts)
+        self._turn, self._thoughts = None, []
 
     def take(self, item: Mapping[str, Any], where: str) -> None:
         kind = item.get("type")
@@ -121,12 +125,12 @@ class _Turns:
         elif kind == "item_reference":
             raise missing_part(where, "an item named by its id", "a store of responses")
         elif kind != "web_search_call":
-            raise invalid(f"{where}.type", f"{where}.type is {str(kind)[:40]!r}, which this server does not know")
+            raise invalid(f"{where}.type", f"{where}.type is {quoted(kind)}, which this server does not know")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role = item.get("role")
         if role not in _ROLES:
-            raise invalid(f"{where}.role", f"{where}.role is {role!r}; known roles: {', '.join(_ROLES)}")
+            raise invalid(f"{where}.role", f"{where}.role is {quoted(role)}; known roles: {', '.join(_ROLES)}")
         content = self._parts(item.get("content"), f"{where}.content")
         if role == "developer" and self._profile == "deepseek":
             role = "user"  # as the hosted service reads it
@@ -138,16 +142,13 @@ class _Turns:
 
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
         """Its text; a summary or what is encrypted says nothing to the model."""
-        turn = self._assistant(where)
+        self._assistant(where)
         content = item.get("content")
         if not isinstance(content, list | None):
             raise invalid(f"{where}.content", f"{where}.content must be a list of parts")
-        texts = [turn["reasoning_content"]] if turn.get("reasoning_content") else []
         for number, part in enumerate(content or ()):
             place = f"{where}.content[{number}]"
-            texts.append(text_at(object_at(part, place).get("text"), f"{place}.text"))
-        if texts:
-            turn["reasoning_content"] = "\n".join(texts)
+            self._thoughts.append(text_at(object_at(part, place).get("text"), f"{place}.text"))
 
     def _call(self, item: Mapping[str, Any], where: str) -> None:
         arguments = item.get("arguments")
@@ -191,8 +192,7 @@ def _searches(tool: Mapping[str, Any]) -> bool:
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
-        kind = str(tool.get("type"))[:40]
-        raise invalid(f"{where}.type", f"{where}.type is {kind!r}; accepted: function")
+        raise invalid(f"{where}.type", f"{where}.type is {quoted(tool.get('type'))}; accepted: function")
     if isinstance(tool.get("function"), dict):  # chat's form
         return dict(tool)
     names = ("name", "description", "parameters", "strict")

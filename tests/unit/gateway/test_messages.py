@@ -207,6 +207,17 @@ async def test_a_missing_result_names_the_call_and_the_message(served):
     assert "tool" in await refused(served, {"messages": stray})
 
 
+async def test_routes_that_are_not_there(served):
+    headers = {"anthropic-version": "2023-06-01"}
+    status, answer, _ = await served.post("/v1/messages/batches", {}, headers=headers)
+    assert (status, answer["type"], answer["error"]["type"]) == (404, "error", "not_found_error")
+    assert "error" in (await served.get("/v1/models/other", headers=headers))[1]
+
+
+async def test_what_the_client_sent_is_quoted_in_part(served):
+    assert len(await refused(served, {"messages": [{"role": "x" * 100_000, "content": "a"}]})) < 200
+
+
 async def test_a_body_that_is_too_large(serve_with):
     async with serve_with(max_body_bytes=1024) as served:
         status, answer, _ = await served.post(PATH, {**BODY, "system": "x" * 2_000})

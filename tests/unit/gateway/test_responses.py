@@ -1,11 +1,13 @@
 """POST /v1/responses: the official client, events and their numbers, what is translated, refused and ignored."""
 
 import json
+import time
 
 import openai
 import pytest
 from openai import AsyncOpenAI
 
+from gateway.responses_request import ResponsesRequest, chat_of
 from meshkit.types import FinishReason
 from tests.unit.gateway.dialects import WEATHER, call, calls, folded_response, named_events
 
@@ -176,6 +178,15 @@ async def test_the_prompt(served):
         "<｜begin▁of▁sentence｜>S1\n\nS2<｜User｜>a\n\nb<｜Assistant｜></think>c\n\nd<｜end▁of▁sentence｜>"
         "<｜User｜>e<｜Assistant｜></think>"
     )
+
+
+def test_many_items_of_one_turn_take_no_longer_than_their_length():
+    part = {"type": "reasoning_text", "text": "t" * 400}
+    items = [{"type": "reasoning", "content": [part]}] * 30_000 + [{"role": "assistant", "content": "a"}] * 10_000
+    began = time.process_time()
+    (message,) = chat_of(ResponsesRequest(input=items), "open").body.messages
+    assert time.process_time() - began < 2
+    assert len(message["reasoning_content"]) == 30_000 * 401 - 1 and len(message["content"]) == 10_000
 
 
 async def test_web_search_is_dropped(served):
