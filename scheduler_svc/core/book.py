@@ -168,6 +168,8 @@ def deadline_ns(st: State, worker: Worker, record: Record) -> int:
 
 def _logprob_entries(columns: LogprobColumns) -> dict[int, list[Entry]]:
     """Entries by row, in position order."""
+    if not len(columns.rows):
+        return {}
     by_row: dict[int, list[Entry]] = {}
     ends = np.cumsum(columns.widths, dtype=np.int64).tolist()
     start = 0

@@ -8,6 +8,7 @@ and what to do with the answers (policy, forecast).
 """
 
 from dataclasses import dataclass, field
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -98,8 +99,9 @@ class CostModel:
         tokens = shape.rows + shape.chunk_tokens
         if tokens <= 0 or took_ns <= 0:
             return
+        terms = _terms(shape)
         if self.steps > TERMS:
-            off = min(1.0, abs(self.predict(shape) - took_ns) / took_ns)
+            off = min(1.0, abs(_dot(self._coef, terms) - took_ns) / took_ns)
             self.error += 0.05 * (off - self.error)
         self.steps += 1
         self.last = shape
@@ -115,7 +117,7 @@ class CostModel:
         )
         bucket = self._buckets.get(key)
         if bucket is None:
-            self._buckets[key] = _Bucket(_terms(shape), float(took_ns))
+            self._buckets[key] = _Bucket(terms, float(took_ns))
             self._learn(start=True)
             return
         bucket.n += 1
@@ -126,8 +128,7 @@ class CostModel:
         elif took < bucket.took:
             bucket.took = took  # the first of a kind pay for warming up
         bucket.took += weight * (took - bucket.took)
-        for i, term in enumerate(_terms(shape)):
-            bucket.terms[i] += weight * (term - bucket.terms[i])
+        bucket.terms = [mean + weight * (term - mean) for mean, term in zip(bucket.terms, terms, strict=True)]
         self._stale += 1
         self._learn(start=self._stale >= (32 if self.error > 0.1 else 512) or self.steps < _EARLY)
 
@@ -161,7 +162,7 @@ class CostModel:
 
     def predict(self, shape: Shape) -> float:
         """Time of such a step; 0 while nothing is known."""
-        return sum(c * t for c, t in zip(self._coef, _terms(shape), strict=True))
+        return _dot(self._coef, _terms(shape))
 
     def alone(self, rows: int, row_context: int) -> float:
         """Time of a step of decode rows only."""
@@ -210,11 +211,15 @@ class CostModel:
         return max(least_ns, int(factor * self.predict(shape)))
 
 
+def _dot(coef: list[float], terms: list[float]) -> float:
+    return float(sum(map(mul, coef, terms)))
+
+
 def _terms(shape: Shape) -> list[float]:
     tokens = shape.rows + shape.chunk_tokens
     return [
         1.0,
-        *(float(min(tokens, knot)) for knot in KNOTS),
+        *[float(tokens if tokens < knot else knot) for knot in KNOTS],
         float(tokens),
         float(shape.rows),
         float(shape.row_context),

@@ -1,6 +1,7 @@
 """Rows for gateways: collected while one event is handled, then sent as one TokenFrame each."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +81,9 @@ class Outbox:
             rows=self._column(self.rows, 0),
             row_gens=self._column(self.row_gens, 1),
             bases=self._column(self.bases, 2),
-            counts=np.concatenate([np.ones(self.many, np.int32), np.array(self.counts, np.int32)]),
+            counts=_behind(np.ones(self.many, np.int32), self.counts),
             ids=self._column(self.ids, 3),
-            finishes=np.concatenate([np.zeros(self.many, np.uint8), np.array(self.finishes, np.uint8)]),
+            finishes=_behind(np.zeros(self.many, np.uint8), self.finishes),
             cached=self._column(self.cached, 4),
             logprobs=logprobs,
             errors=tuple(self.errors),
@@ -90,5 +91,12 @@ class Outbox:
 
     def _column(self, values: list[int], field_at: int) -> npt.NDArray[np.int32]:
         """The blocks, then the rows one by one."""
+        if len(self.blocks) == 1 and not values:  # a step that only decodes
+            return self.blocks[0][field_at].astype(np.int32)
         parts = [*(block[field_at].astype(np.int32) for block in self.blocks), np.array(values, np.int32)]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _behind(many: npt.NDArray[Any], values: list[int]) -> npt.NDArray[Any]:
+    """A column of the blocks' rows, then of the rows one by one."""
+    return np.concatenate([many, np.array(values, many.dtype)]) if values else many

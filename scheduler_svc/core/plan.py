@@ -4,7 +4,11 @@ Needs no token values: it plans by `fed`, the length each slot will have when al
 row needs is in `rows`, prefills are in `chunk`, admission in `admit`.
 """
 
+from collections.abc import Collection
+from typing import Any, Final
+
 import numpy as np
+import numpy.typing as npt
 
 from meshkit.frames import PublishedTail, StepFrame
 from scheduler_svc.core import finish, mixed
@@ -17,6 +21,8 @@ from scheduler_svc.core.rows import Draft, add_row, grow
 from scheduler_svc.core.seal import seal_all
 from scheduler_svc.core.state import Record, Row, State, Worker
 from scheduler_svc.core.urgent import give_way
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 def pump(st: State) -> None:
@@ -76,6 +82,18 @@ def build(st: State, worker: Worker) -> StepFrame | None:
 def _record(st: State, worker: Worker, draft: Draft, rows: list[Row]) -> Record:
     """What booking needs of the frame: for each rank its decode rows of lanes, then the others."""
     lanes, slots = worker.lanes, draft.slots
+    if not rows:  # lanes alone, as in most steps: they stand in the order of their ranks already
+        return Record(
+            step=draft.step,
+            rows=rows,
+            rows_at=_NONE,
+            slots=slots,
+            slots_at=np.arange(len(slots)),
+            gens=lanes.gen[slots],
+            seqs=lanes.seqs[slots],
+            shape=Shape(rows=len(slots), row_context=draft.context),
+            sent_ns=st.now,
+        )
     per_rank = np.bincount(slots // worker.hello.slots, minlength=len(worker.ranks))
     others = np.array([len(rank_rows) for rank_rows in draft.rows], np.int64)
     before = np.concatenate([[0], np.cumsum(per_rank + others)[:-1]])
@@ -104,20 +122,23 @@ def _shape(draft: Draft, rows: list[Row]) -> Shape:
 
 
 def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
+    operations = _operations(worker, draft)
+    if not record.rows:
+        return StepFrame(
+            step=draft.step,
+            slots=record.slots.astype(np.int32),
+            rank_off=_rank_offsets(worker, record.slots),
+            decode_only=True,
+            **operations,
+        )
     chunks = [(i, row) for i, row in zip(record.rows_at.tolist(), record.rows, strict=True) if row.chunk]
     slots = np.empty(record.size, np.int32)
     slots[record.slots_at] = record.slots
     slots[record.rows_at] = [row.seq.slot for row in record.rows]
-    offsets = np.searchsorted(slots // worker.hello.slots, np.arange(len(worker.ranks) + 1)).astype(np.int32)
-    retire_pages, worker.retire_pages = tuple(worker.retire_pages), []
-    retire_tails, worker.retire_tails = tuple(worker.retire_tails), []
-    publishes, worker.publishes = tuple(worker.publishes.values()), {}
-    publish_tails = tuple(PublishedTail(tail, page) for tail, page in worker.publish_tails.items())
-    worker.publish_tails = {}
     return StepFrame(
         step=draft.step,
         slots=slots,
-        rank_off=offsets,
+        rank_off=_rank_offsets(worker, slots),
         decode_only=not chunks,
         chunk_rows=np.array([i for i, _ in chunks], np.int32),
         chunk_starts=np.array([row.start for _, row in chunks], np.int32),
@@ -125,18 +146,35 @@ def _frame(worker: Worker, draft: Draft, record: Record) -> StepFrame:
         chunk_write_froms=np.array([max(row.start, row.seq.write_from) for _, row in chunks], np.int32),
         chunk_samples=np.array([row.sample for _, row in chunks], np.uint8),
         chunk_ids=np.array([i for per_rank in draft.chunk_ids for ids in per_rank for i in ids], np.int32),
-        retire_pages=retire_pages,
-        retire_tails=retire_tails,
-        frees=tuple(draft.frees),
-        inits=tuple(draft.inits),
-        spares=tuple(draft.spares),
-        copies=tuple(draft.copies),
-        appends=tuple(draft.appends),
-        tail_loads=tuple(draft.loads),
-        tail_saves=tuple(draft.saves),
-        publishes=publishes,
-        publish_tails=publish_tails,
+        **operations,
     )
+
+
+def _rank_offsets(worker: Worker, slots: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """Where the rows of each rank begin, and the end."""
+    if len(worker.ranks) == 1:
+        return np.array([0, len(slots)], np.int32)
+    return np.searchsorted(slots // worker.hello.slots, np.arange(len(worker.ranks) + 1)).astype(np.int32)
+
+
+def _operations(worker: Worker, draft: Draft) -> dict[str, Any]:
+    """The rare columns of a frame, by their names, and only those that hold something."""
+    found: dict[str, Collection[Any]] = {  # Any: each column has its own element type
+        "retire_pages": worker.retire_pages,
+        "retire_tails": worker.retire_tails,
+        "frees": draft.frees,
+        "inits": draft.inits,
+        "spares": draft.spares,
+        "copies": draft.copies,
+        "appends": draft.appends,
+        "tail_loads": draft.loads,
+        "tail_saves": draft.saves,
+        "publishes": worker.publishes.values(),
+        "publish_tails": [PublishedTail(tail, page) for tail, page in worker.publish_tails.items()],
+    }
+    operations: dict[str, Any] = {name: tuple(values) for name, values in found.items() if values}
+    worker.retire_pages, worker.retire_tails, worker.publishes, worker.publish_tails = [], [], {}, {}
+    return operations
 
 
 # ---- rows of placed choices -----------------------------------------------------------------------------------------
