@@ -25,6 +25,10 @@ _TYPES = {
 }
 
 
+MESSAGE_CHARS = 4_096
+"""Errors may quote what a client sent, but not all of it."""
+
+
 class ApiError(Exception):
     """An answer other than success. `headers` are sent with it; `retry_after_s` becomes Retry-After.
 
@@ -45,7 +49,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.place = place
         self.status = status
-        self.message = message
+        self.message = message[:MESSAGE_CHARS]
         self.param = param
         self.kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
         self.code = code or self.kind

@@ -321,3 +321,9 @@ async def test_body_limit_is_413(mesh, serve_with):
         headers = {"Content-Type": "application/json"}
         async with served.session.post(served.url + CHAT, data=pieces(), headers=headers) as response:
             assert response.status == 413
+
+
+async def test_errors_quote_a_bounded_part_of_what_was_sent(served):
+    for body in ({"messages": [{"role": "x" * 100_000, "content": "a"}]}, {"messages": USER, "model": "x" * 100_000}):
+        async with served.session.post(served.url + CHAT, json=body) as response:
+            assert response.status in (400, 404) and len(await response.read()) < 5_000
