@@ -1,10 +1,12 @@
 """POST /v1/messages beyond what the official client shows: events, usage, errors, what is refused and ignored."""
 
+import asyncio
 import json
 
 import pytest
 
 from gateway import generation
+from meshkit.testing import until
 from meshkit.types import FinishReason
 from tests.unit.gateway.dialects import WEATHER, call, calls, folded_message, named_events
 
@@ -205,6 +207,21 @@ async def test_a_missing_result_names_the_call_and_the_message(served):
     assert "messages[1] calls tools" in said and "t1" in said
     stray = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t2"}]}]
     assert "tool" in await refused(served, {"messages": stray})
+
+
+@pytest.mark.parametrize("path, body", [(PATH, BODY), ("/v1/responses", {"input": "Hi"})])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(served, path, body, stream):
+    says(served, "one two three four five", hold_after=3)
+    asking = asyncio.create_task(served.session.post(served.url + path, json={**body, "stream": stream}))
+    await until(lambda: bool(served.mesh.starts) and served.gateway.admission.waiting == 0)
+    if asking.done():
+        asking.result().close()
+    else:
+        asking.cancel()
+    await until(lambda: bool(served.mesh.gone))
+    assert served.mesh.gone == [served.mesh.starts[0].request_id]
+    await until(lambda: served.gateway.admission.streams == 0)
 
 
 async def test_routes_that_are_not_there(served):
