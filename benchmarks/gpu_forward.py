@@ -1,7 +1,8 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, launches (single kernels: `gpu_ops`). Results are
-printed as they come; `--out FILE` writes all, with the counted bytes and operations, after every section.
+Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile (single
+kernels: `gpu_ops`, `gpu_attention`). Results
+are printed as they come; `--out FILE` writes all, with the counted bytes and operations, after every section.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -199,6 +200,14 @@ def launches(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     count_launches(lab, report, options)
 
 
+def mesh(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """The GPU's idle time between steps, scheduler and load in processes of their own."""
+    from benchmarks._gpu_mesh import measure
+
+    del options
+    measure(lab.bench(slots=64, context=1024, max_tokens=4096), 64, 400, report)
+
+
 def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """Where a prompt's time goes."""
     from benchmarks._gpu_profile import profile_prefill
@@ -230,6 +239,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "decode": decode,
     "long": long,
     "prefill": prefill,
+    "mesh": mesh,
     "launches": launches,
     "prefill_profile": prefill_profile,
 }
