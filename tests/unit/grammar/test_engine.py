@@ -1,14 +1,18 @@
 """The engine: one entry per bind and row of tokens, fences, gaps, waiting for grammars; and the ring file."""
 
 import os
+import random
 
 import numpy as np
 import pytest
 
 from grammar_svc import compiler
+from grammar_svc import engine as engine_module
 from grammar_svc.engine import Engine, Facts
 from grammar_svc.ring import Ring, map_ring, remove_stale, ring_row
-from grammar_svc.session import Kind
+from grammar_svc.session import Kind, Session
+from grammar_svc.sources import Source
+from grammar_svc.vocabulary import Vocabulary
 from meshkit.types import GrammarKind
 
 EOS, THINK_END, SLOTS, VERIFY = 256, 257, 4, 3
@@ -121,6 +125,47 @@ def test_a_rebound_slot_begins_anew(setup):
     engine.bind(0, 2, ID)
     (entry,) = engine.take()
     assert entry.slot_gen == 2 and entry.position == 0 and allowed(setup.rows[entry.row]) == {ord("a")}
+
+
+@pytest.mark.parametrize("head_words", [1, 32])
+def test_a_round_of_many_slots_is_what_each_alone_would_get(small, monkeypatch, head_words):
+    monkeypatch.setattr(engine_module, "HEAD_WORDS", head_words)  # a mask may show nothing in its first words
+    setup, rng = Setup(small), random.Random(3)
+    sources = ["[a-z]{2,9}x?", "(ab|cd)*e", "[0-9]{4}", "~+"]
+    ids = [bytes([i]) * 16 for i in range(SLOTS)]
+    setup.grammars |= {name: small.compile(GrammarKind.REGEX, text) for name, text in zip(ids, sources, strict=True)}
+    alone = [Session(name, (EOS,), (), None) for name in ids]
+    for slot, session in enumerate(alone):
+        session.give(setup.grammars[ids[slot]], compiler.MATCHERS)
+        setup.engine.bind(slot, 1, ids[slot])
+    row, going = np.zeros((1, small.words), np.int32), list(range(SLOTS))
+    for position in range(12):
+        entries, tokens = setup.engine.take(), []
+        assert [entry.slot for entry in entries] == going
+        for entry in entries:
+            session = alone[entry.slot]
+            assert (entry.kind, entry.n_rows) == session.write(row) and entry.position == session.position
+            if entry.kind is Kind.MASKED:
+                assert allowed(setup.rows[entry.row]) == allowed(row[0])
+                tokens.append(rng.choice(sorted(allowed(row[0]))))
+                session.advance(tokens[-1:])
+        going = [entry.slot for entry in entries if entry.kind is Kind.MASKED]
+        setup.engine.advance_rows(going, [1] * len(going), [position] * len(going), [1] * len(going), tokens)
+    assert len(going) < SLOTS  # some came to their end
+
+
+def test_an_output_that_no_token_can_continue_fails_its_slot(small):
+    tokens = ["" if text == "q" else text for text in small.vocabulary.tokens]
+    vocabulary = Vocabulary(tokens=tuple(tokens), eos_ids=(EOS,), think_end=THINK_END, digest="without q")
+    made = compiler.compiler(compiler.tokenizer_info(vocabulary), vocabulary)
+    setup = Setup(small)
+    setup.grammars[ID] = compiler.compile_source(made, Source(GrammarKind.REGEX, "aq"))
+    setup.engine.bind(0, 1, ID)
+    (entry,) = setup.engine.take()
+    assert allowed(setup.rows[entry.row]) == {ord("a")}
+    setup.engine.advance(0, 1, 0, [ord("a")])
+    (entry,) = setup.engine.take()
+    assert (entry.kind, entry.n_rows, entry.row) == (Kind.FAILED, 0, -1) and "no token" in entry.error
 
 
 def test_a_slot_whose_masks_cost_too_much_fails_alone(small):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from grammar_svc.children import ChildError, Compiled
-from grammar_svc.grammars import REFUSED_S, Grammars
+from grammar_svc.grammars import MAX_ALIASES, MAX_SOURCE_BYTES, REFUSED_S, Grammars
 from grammar_svc.verdict import Outcome, SourceError
 from meshkit.types import GrammarKind as Kind
 
@@ -108,3 +108,13 @@ async def test_an_evicted_grammar_comes_back_for_a_slot_that_wants_it(compiler):
     grammars.want(b"unknown, so nothing")
     await grammars.idle()
     assert seen[-1] == (first, Outcome.OK) and grammars.get(first) == "compiled a"
+
+
+async def test_thousands_of_schemas_stay_within_their_bytes(compiler):
+    grammars = cache(compiler, max_bytes=200_000)
+    for at in range(0, 3_000, 50):
+        batch = (f"k{n}" for n in range(at, at + 50))
+        await asyncio.gather(*(grammars.compile(Kind.REGEX, text, text) for text in batch))
+        assert grammars.bytes <= 200_000
+    assert len(compiler.calls) == 3_000 and 0 < len(grammars) < 100
+    assert len(grammars._aliases) <= MAX_ALIASES and grammars._source_bytes <= MAX_SOURCE_BYTES
