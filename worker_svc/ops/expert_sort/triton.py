@@ -31,10 +31,11 @@ def sort_slots(
         num_padded,
         layout,
         total,
+        chunks,
         EXPERTS=num_experts,
         WIDTH=width,
         SIZE=size,
-        CHUNKS=chunks,
+        COUNTED=chunks > 1,
         CHUNKS_POW2=triton.next_power_of_2(chunks),
         BLOCK=block,
         BLOCK_POW2=triton.next_power_of_2(block),
@@ -50,14 +51,14 @@ def _histogram(ids_ptr, first, total, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     return tl.histogram(tl.where(ids >= 0, ids, 0), WIDTH, mask=ids >= 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total"])
 def _count(ids_ptr, counts_ptr, total, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     chunk = tl.program_id(0)
     e = tl.arange(0, WIDTH)
     tl.store(counts_ptr + chunk * EXPERTS + e, _histogram(ids_ptr, chunk * SIZE, total, WIDTH, SIZE), mask=e < EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "chunks"])
 def _place(
     ids_ptr,
     counts_ptr,
@@ -66,10 +67,11 @@ def _place(
     num_padded_ptr,
     layout_ptr,
     total,
+    chunks,
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    COUNTED: tl.constexpr,
     CHUNKS_POW2: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_POW2: tl.constexpr,
@@ -79,12 +81,12 @@ def _place(
     chunk = tl.program_id(1)
     e = tl.arange(0, WIDTH)
     before = 0
-    if CHUNKS == 1:
+    if not COUNTED:
         counts = _histogram(ids_ptr, 0, total, WIDTH, SIZE)
     else:
         c = tl.arange(0, CHUNKS_POW2)
         at = counts_ptr + c[:, None] * EXPERTS + e[None, :]
-        counts = tl.sum(tl.load(at, mask=(c < CHUNKS)[:, None] & (e < EXPERTS)[None, :], other=0), 0)
+        counts = tl.sum(tl.load(at, mask=(c < chunks)[:, None] & (e < EXPERTS)[None, :], other=0), 0)
         own = tl.load(counts_ptr + c * EXPERTS + expert, mask=c < chunk, other=0)
         before = tl.sum(own, 0)
     blocks = (counts + BLOCK - 1) // BLOCK

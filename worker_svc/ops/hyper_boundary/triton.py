@@ -182,7 +182,7 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mix_streams(
     x_ptr,
     new_ptr,
@@ -299,7 +299,7 @@ def _project(s, high_ptr, low_ptr, offset, d, column, mixes, WIDTH: tl.constexpr
     return dot(s, tl.load(low_ptr + at, mask=kept, other=0.0), mixes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sf_token", "sf_block", "twice_token", "twice_block"])
 def _collapse_norm(
     x_ptr,
     part_ptr,

@@ -22,7 +22,7 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_row", "scale_block"])
 def _quantise(x_ptr, codes_ptr, scale_ptr, x_row, scale_row, scale_block, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)

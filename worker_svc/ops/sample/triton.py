@@ -404,7 +404,7 @@ def _noise32(w):
     return -tl.log(inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end"])
 def _pick(
     logits_ptr,
     temperature_ptr,

@@ -105,7 +105,7 @@ def _row_tile(rows):
     return max(8, triton.next_power_of_2(rows))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sx_row", "sx_group", "sx_block"])
 def _fp8(
     x_ptr,
     sx_ptr,
@@ -160,7 +160,7 @@ def _fp8(
     tl.store(out, value, mask=here[None, :] & inside[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _bf16(
     x_ptr,
     w_ptr,

@@ -64,7 +64,9 @@ def _piece(rows, inner):
     return piece, max(1, piece // 512)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "scale_row", "scale_block", "shared_scale_row", "shared_scale_block"],
+)
 def _middle(
     hidden_ptr,
     codes_ptr,

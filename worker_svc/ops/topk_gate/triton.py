@@ -57,7 +57,7 @@ def _launch(logits, bias, table, ids, experts, weights, factor, positions, *, ha
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def _select(
     logits_ptr,
     bias_ptr,
