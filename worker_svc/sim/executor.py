@@ -3,7 +3,7 @@
 Steps queue as on a GPU stream: one begins when it is launched and the one before it has ended. With `threaded` the
 collecting thread plays the device: a step begins when that thread, having seen the end of the one before, takes it.
 Then the gap between steps is what the process really adds. While slots are constrained the collecting thread computes
-too: masks are taken when the forward would be over, as on a device, and what was sampled is told then and not before.
+too: masks are taken while the forward would run, as on a device, and what was sampled is told at its end, not before.
 No torch, no weights.
 """
 
@@ -59,10 +59,12 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """How the end of a step is awaited."""
+    """How the end of a step is awaited. `masks_after`: masks are asked for when the forward is over, not meanwhile, as
+    if sampling were part of it."""
 
     spin: bool = False
     threaded: bool = False
+    masks_after: bool = False
 
 
 class SimExecutor:
@@ -112,20 +114,20 @@ class SimExecutor:
         else:
             start = max(handle.at_ns, self._free_ns)
         end = start + handle.takes_ns
-        _wait_until(end, self._waiting.spin)
-        next_ns = 0
         if later is not None:
-            began = time.monotonic_ns()
-            masks = self._take(later, handle.takes_ns / 1e9)
-            next_ns = time.monotonic_ns()
-            end += next_ns - began
+            if self._waiting.masks_after:
+                _wait_until(end, self._waiting.spin)
+            masks = self._take(later, handle.takes_ns, end)
+            end = max(end, time.monotonic_ns())  # masks that come late hold the device up
             handle.rows = self._outcomes(later, handle.work, masks)
-            self._tell(later, handle.rows)
         assert handle.rows is not None
         self._free_ns = end
+        _wait_until(end, self._waiting.spin)
         self._queue.popleft()
         if self._queue:
-            self._queue[0].start_ns = next_ns or time.monotonic_ns()
+            self._queue[0].start_ns = time.monotonic_ns()
+        if later is not None:
+            self._tell(later, handle.rows)
         if self._timeline is not None:
             self._timeline(start, end)
         return StepOutcome(rows=handle.rows, t_start_ns=start, t_end_ns=end)
@@ -158,12 +160,13 @@ class SimExecutor:
         launched.takes_ns = self.cost.step_ns(load)
         return _Batch(rows, numbers, feeding, sampling, has_chunks)
 
-    def _take(self, batch: _Batch, step_s: float) -> dict[int, SlotMask]:
-        """The masks of the batch's constrained slots."""
+    def _take(self, batch: _Batch, takes_ns: int, end_ns: int) -> dict[int, SlotMask]:
+        """The masks of the batch's constrained slots, taken while the forward would run and shortly after."""
         slots = batch.slots[batch.sampling]
         sampling = map(Place, slots.tolist(), self._slots.emitted[slots].tolist())
         busy = int(batch.feeding.sum()) + (sum(bool(row.ids) for row in batch.rows) if batch.has_chunks else 0)
-        masks = self._constraints.take(sampling, rows=busy, forward_s=step_s)
+        ahead_s = max(0, end_ns - time.monotonic_ns()) / 1e9
+        masks = self._constraints.take(sampling, rows=busy, forward_s=takes_ns / 1e9, ahead_s=ahead_s)
         for slot, mask in masks.items():
             if mask.rows is not None and mask.answer.ready and not mask.rows.any():
                 masks[slot] = SlotMask(Answer(False, Fault(SAMPLING_FAULT, "the mask allows nothing")))

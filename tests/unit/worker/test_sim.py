@@ -28,7 +28,7 @@ PAGES = range(10)
 
 
 def device(**options):
-    waiting = Waiting(**{key: options.pop(key) for key in ("spin", "threaded") if key in options})
+    waiting = Waiting(**{key: options.pop(key) for key in ("spin", "threaded", "masks_after") if key in options})
     cost = FlashOnH200(step_ms=options.pop("step_ms", 0.001))
     return SimExecutor(INFO, SlotArrays(6, 4, range(3, 500), EOS, **options), cost, waiting)
 
@@ -257,6 +257,20 @@ def test_constrained_rows_draw_what_is_allowed_and_end_where_they_may():
     assert [t.ended for t in masks.told] == [False] * (len(tokens) - 1) + [True]
     assert constrained(Masks([EOS]), prompt(4), 9, min_tokens=5) == [EOS], "nothing but the end is allowed"
     assert constrained(Masks([]), prompt(4), 9) == []
+
+
+@pytest.mark.parametrize("masks_after", [False, True])
+def test_masks_are_taken_while_the_forward_runs_and_tokens_told_at_its_end(masks_after):
+    executor, masks, times = device(step_ms=50.0, masks_after=masks_after), Masks([10]), []
+    take, tell = masks.take, masks.tell
+    masks.take = lambda *args, **options: [times.append(time.monotonic_ns()), take(*args, **options)][1]
+    masks.tell = lambda rows: [times.append(time.monotonic_ns()), tell(rows)][1]
+    executor.use_masks(masks)
+    start = replace(init(), grammar_id=b"g" * 16)
+    outcome = executor.collect(executor.launch(StepWork(rows=(chunk(prompt(9)),), inits=(start,))))
+    forward_end = outcome.t_start_ns + 50_000_000
+    assert (times[0] >= forward_end) == masks_after and times[1] >= outcome.t_end_ns
+    assert (outcome.t_end_ns > forward_end) == masks_after
 
 
 def test_parked_rows_run_again_and_change_nothing():
