@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -312,7 +313,7 @@ def _compare(cpu: Any, config: Any, weights: Any, device: torch.device, ids: lis
             wanted.append(cpu.forward(ForwardInputs(torch.tensor(part), (row,))))
             if len(part) > 1:
                 rows = (ChunkRow(slot=1, start=start, length=len(part), pages=pages),)
-                step = chunk_step(part, rows, range(len(part)), slots.tables, pools)
+                step = chunk_step(np.array(part), rows, range(len(part)), slots.tables, pools)
                 found.append(model.forward(step)[0].cpu())
             else:
                 bucket = graphs.bucket(2)

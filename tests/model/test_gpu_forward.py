@@ -14,7 +14,7 @@ from meshkit.types import SamplingParams
 from tests.model.conftest import NANO
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
-from worker_svc.core.work import CopyWork, RowWork, SlotInit, StepWork, TailWork
+from worker_svc.core.work import CopyWork, Fault, RowWork, SlotInit, StepWork, TailWork
 from worker_svc.executor import CpuExecutor
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.graphs import buckets
@@ -24,6 +24,7 @@ from worker_svc.gpu.slots import DeviceSlots
 from worker_svc.gpu.transformer import Transformer
 from worker_svc.gpu.weights import WeightLoader
 from worker_svc.kv.layout import KvLayout
+from worker_svc.masks.source import PARKED, READY, Answer
 from worker_svc.ops.slot_step import MAX_STOPS, Field
 
 NUMERICS = Numerics(activations="fp8", kv="fp8_e4m3", indexer="fp8")
@@ -187,12 +188,66 @@ def test_log_probabilities_and_penalties_match_the_host_sampler(cpu, gpu, text):
         assert np.allclose(ours.logprobs[0].values, theirs.logprobs[0].values, atol=0.2)
 
 
-def test_what_it_cannot_do_is_said_row_by_row_or_before_the_step(gpu, text):
+class Masks:
+    """Allows `ids`; answers the asks that `refused` numbers as it says."""
+
+    words = 128
+
+    def __init__(self, ids, refused=()):
+        self.row, self.refused, self.asks, self.told = np.zeros(128, np.int32), dict(refused), [], []
+        for i in ids:
+            self.row[i >> 5] |= np.uint32(1 << (i & 31)).astype(np.int32)
+
+    def bind(self, inits):
+        pass
+
+    def take(self, asks, out, *, wait_s, alone):
+        out[: len(asks)] = self.row
+        self.asks += [(ask.position, alone) for ask in asks]
+        first = len(self.asks) - len(asks)
+        return [self.refused.get(first + i, READY) for i in range(len(asks))]
+
+    def tell(self, rows):
+        self.told += [(row.position, row.tokens, row.ended) for row in rows]
+
+
+def drawn(executor, slot, ids, most, **more):
+    """Tokens of one slot, a chunk and then decode rows, two steps in flight."""
+    works = [StepWork(inits=(init(slot, **more),), rows=(chunk(slot, ids, 0, [1]),))]
+    works += [StepWork(rows=(RowWork(slot=slot, pages=[1]),))] * most
+    flights, tokens = [], []
+    for work in works:
+        flights.append(executor.launch(work))
+        if len(flights) == 2:
+            tokens += executor.collect(flights.pop(0)).rows[0].tokens
+    return tokens + list(executor.collect(flights[0]).rows[0].tokens)
+
+
+def test_masked_rows_draw_allowed_ids_and_parked_ones_draw_the_same_later(gpu, text):
+    some, three = range(100, 140), SamplingParams(temperature=0.0, max_tokens=3)
+    gpu.use_masks(masks := Masks(some))
+    wanted = drawn(gpu, 0, text[:20], 4, params=three, grammar_id=b"g" * 16)
+    assert len(wanted) == 3 and set(wanted) <= set(some)
+    assert [told[0] for told in masks.told] == [0, 1, 2] and masks.told[-1][2]
+    gpu.use_masks(masks := Masks(some, {0: PARKED, 2: PARKED, 3: PARKED}))
+    assert drawn(gpu, 1, text[:20], 8, params=three, grammar_id=b"g" * 16) == wanted
+    assert [position for position, _ in masks.asks] == [0, 0, 1, 1, 1, 2]
+
+
+def test_a_mask_that_failed_ends_its_row_and_leaves_the_others(gpu, text):
+    fault = Fault("grammar_failed", "no")
+    gpu.use_masks(Masks([300], {1: Answer(False, fault)}))
+    rows = tuple(chunk(slot, text[:9], 0, [slot]) for slot in (0, 1, 2))
+    bound = [init(0), *(init(slot, grammar_id=b"g" * 16) for slot in (1, 2))]
+    free, masked, failed = gpu.run(StepWork(inits=tuple(bound), rows=rows)).rows
+    assert len(free.tokens) == 1 and masked.tokens == (300,) and failed.fault == fault
+    decode = StepWork(rows=tuple(RowWork(slot=slot, pages=[slot]) for slot in (0, 1, 2)))
+    assert [len(row.tokens) for row in gpu.run(decode).rows] == [1, 1, 0]
+
+
+def test_what_it_cannot_do_is_said_before_the_step(gpu, text):
     with pytest.raises(ValueError, match="drafts"):
         gpu.launch(StepWork(rows=(chunk(0, text[:3], 0, [1], sample_last=2),)))
-    constrained = init(0, grammar_id=b"x" * 16)
-    row = gpu.run(StepWork(inits=(constrained,), rows=(chunk(0, text[:9], 0, [1]),))).rows[0]
-    assert row.tokens == () and row.fault is not None and row.fault.code == "grammar_failed"
     with pytest.raises(ValueError, match="stop ids"):
         DeviceSlots(1, 1, torch.device("cpu")).init((init(0, stops=frozenset(range(MAX_STOPS + 1))),))
 

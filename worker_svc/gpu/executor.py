@@ -6,16 +6,18 @@ step. Next tokens, lengths and ends live on the device, so step t + 1 is launche
 # mypy: disallow-untyped-calls=False
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from meshkit.types import PAGE_TOKENS, ModelInfo
-from worker_svc.core.work import GRAMMAR_FAILED, SAMPLING_FAULT, Fault, RowOutcome, RowWork, StepOutcome, StepWork
-from worker_svc.gpu.graphs import DecodeGraphs, buckets
+from worker_svc.core.work import SAMPLING_FAULT, Fault, RowOutcome, RowWork, StepOutcome, StepWork
+from worker_svc.gpu.constrained import EVERYTHING, ConstrainedSlots, Masked
+from worker_svc.gpu.graphs import Batch, DecodeGraphs, buckets
 from worker_svc.gpu.logits import LogitEdits, LogprobsAsked
 from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
@@ -37,6 +39,7 @@ class _Part:
     places: list[int]
     tokens: Tensor
     logprobs: LogprobsAsked | None = None
+    failed: dict[int, Fault] = field(default_factory=dict)  # by number in the part: no mask will ever come
 
 
 @dataclass(slots=True)
@@ -45,7 +48,6 @@ class Flight:
 
     work: StepWork
     parts: list[_Part]
-    failed: frozenset[int]  # places of rows of slots that asked for what this executor cannot do
     done: Any  # torch.cuda.Event, or None where everything is through
     t_start_ns: int
 
@@ -70,12 +72,13 @@ class GpuExecutor:
         self.edits = LogitEdits(rules, self.device)
         self.graphs = DecodeGraphs(model, pools, self.slots.tables, self._draw, on=graphs)
         self.buckets = buckets(max_rows)
-        self._constrained: set[int] = set()
+        self._constrained = ConstrainedSlots(self.device)
         self._last_rows: dict[int, list[int]] = {}
-        self._ended_ns = 0
+        self._ended_ns, self._step_s = 0, 0.0
 
     def use_masks(self, masks: MaskSource) -> None:
-        """Not used: rows of slots with a grammar fail, saying so."""
+        """Where the masks of constrained slots come from; before the first step."""
+        self._constrained.use(masks)
 
     def capture(self) -> None:
         """Make all graphs now, the largest first, so that serving captures nothing."""
@@ -88,41 +91,40 @@ class GpuExecutor:
         """Queue one step on the device. An exception means that it did not happen."""
         started = time.monotonic_ns()
         self._prepare(work)
-        parts, failed = [], [place for place, row in enumerate(work.rows) if row.slot in self._constrained]
-        decodes = [place for place, row in enumerate(work.rows) if not row.ids and place not in failed]
-        chunks = [place for place, row in enumerate(work.rows) if row.ids and place not in failed]
-        for first in range(0, len(decodes), self.buckets[-1]):
-            parts.append(self._decode(work, decodes[first : first + self.buckets[-1]]))
+        decodes = [place for place, row in enumerate(work.rows) if not row.ids]
+        chunks = [place for place, row in enumerate(work.rows) if row.ids]
+        most = self.buckets[-1]
+        samplings = [self._decode(work, decodes[first : first + most]) for first in range(0, len(decodes), most)]
         if chunks:
-            parts.append(self._chunks(work, chunks))
-        return Flight(work, parts, frozenset(failed), self._record(), started)
+            samplings.append(self._chunks(work, chunks))
+        if self._constrained.any(work.rows):
+            self._constrained.tell()
+        parts = [sampling() for sampling in samplings]
+        flight = Flight(work, parts, self._record(), started)
+        self._constrained.launched(work.rows, lambda: self._outcomes(flight))
+        return flight
 
     def collect(self, handle: Flight) -> StepOutcome:
         """Wait for a launched step."""
-        if handle.done is not None:
-            handle.done.synchronize()
-        outcomes = [RowOutcome(())] * len(handle.work.rows)
-        for place in handle.failed:
-            outcomes[place] = RowOutcome((), fault=Fault(GRAMMAR_FAILED, "this backend applies no grammar masks"))
-        for part in handle.parts:
-            for number, (place, token) in enumerate(zip(part.places, part.tokens.tolist())):
-                outcomes[place] = self._outcome(part, number, token)
+        outcomes = self._outcomes(handle)
         start, end = max(handle.t_start_ns, self._ended_ns), time.monotonic_ns()
-        self._ended_ns = end
+        self._ended_ns, self._step_s = end, (end - start) / 1e9
+        self.sampling_faults += sum(o.fault is not None and o.fault.code == SAMPLING_FAULT for o in outcomes)
         return StepOutcome(rows=tuple(outcomes), t_start_ns=start, t_end_ns=end)
+
+    def _outcomes(self, flight: Flight) -> list[RowOutcome]:
+        """Of every row, once the device has done it; any thread may ask."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        outcomes = [RowOutcome(())] * len(flight.work.rows)
+        for part in flight.parts:
+            for number, (place, token) in enumerate(zip(part.places, part.tokens.tolist())):
+                outcomes[place] = _outcome(part, number, token)
+        return outcomes
 
     def run(self, work: StepWork) -> StepOutcome:
         """One step, start to end: for tests and warm-up."""
         return self.collect(self.launch(work))
-
-    def _outcome(self, part: _Part, number: int, token: int) -> RowOutcome:
-        if token == -1:
-            return RowOutcome(())
-        if token < -1:
-            self.sampling_faults += 1
-            return RowOutcome((), fault=Fault(SAMPLING_FAULT, _FAULTS[-1 - token]))
-        logprobs = part.logprobs.of_row(number) if part.logprobs is not None else ()
-        return RowOutcome((token,), logprobs)
 
     # Before the forward
 
@@ -130,11 +132,11 @@ class GpuExecutor:
         for row in work.rows:
             if row.sample_last > 1:
                 raise ValueError(f"slot {row.slot}: this backend verifies no drafts, sample_last is {row.sample_last}")
+        self._constrained.begin(work.inits)
         if work.inits:
             self.slots.init(work.inits)
             for init in work.inits:
                 self.edits.init(init)
-                (self._constrained.add if init.grammar_id else self._constrained.discard)(init.slot)
         for copy in work.copies:
             self.slots.copy(copy.src, copy.dst)
             self.pools.copy_slot(copy.src, copy.dst)
@@ -145,9 +147,9 @@ class GpuExecutor:
         self.slots.take_pages(work.rows)
         self.slots.set_bounds([row for row in work.rows if row.ids])
 
-    # The two parts of a step
+    # The two parts of a step: each queues its forward and returns what is to be done when masks have come
 
-    def _decode(self, work: StepWork, places: list[int]) -> _Part:
+    def _decode(self, work: StepWork, places: list[int]) -> Callable[[], _Part]:
         rows = [work.rows[place] for place in places]
         size = next(size for size in self.buckets if size >= len(rows))
         bucket = self.graphs.bucket(size)
@@ -156,61 +158,94 @@ class GpuExecutor:
             bucket.rows.copy_(send(self.device, numbers)[0])
             self._last_rows[size] = numbers
         self.graphs.forward(bucket)
-        edited = self.edits.wanted(rows)
-        asked = self.edits.logprobs(rows, bucket.logits) if edited else None
-        if edited:
-            self.edits.apply(rows, bucket.logits, self.slots.tables.fields)
-        self.graphs.sample(bucket)
-        if edited:
-            self.edits.accept(rows, bucket.tokens)
-        for number, row in enumerate(rows):
-            self.slots.moved(row.slot, self.slots.length(row.slot) + 1, on_device=True)
-            self._refresh(row, bucket.streams[number])
-        return _Part(places, self._home(bucket.tokens), asked and asked.home(bucket.tokens))
 
-    def _chunks(self, work: StepWork, places: list[int]) -> _Part:
-        """Rows with ids, sampling ones first among the outputs."""
+        def sampling() -> _Part:
+            part, parked = self._sample(work, places, bucket, lambda: self.graphs.sample(bucket))
+            for number, row in enumerate(rows):
+                if number not in parked:
+                    self.slots.moved(row.slot, self.slots.length(row.slot) + 1, on_device=True)
+                    self._refresh(row, bucket.streams[number])
+            return part
+
+        return sampling
+
+    def _chunks(self, work: StepWork, places: list[int]) -> Callable[[], _Part]:
         rows = [work.rows[place] for place in places]
         saves: dict[int, list[tuple[int, int]]] = {}
         for save in work.saves:
             saves.setdefault(save.slot, []).append((save.pos, save.tail))
-        chunk_rows = [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows]
-        ends = [sum(len(row.ids) for row in rows[: number + 1]) - 1 for number in range(len(rows))]
-        sampling = [number for number, row in enumerate(rows) if row.sample_last]
-        ids = [token for row in rows for token in row.ids]
-        step = chunk_step(ids, chunk_rows, [ends[number] for number in sampling], self.slots.tables, self.pools)
+        ends = (np.cumsum([len(row.ids) for row in rows]) - 1).tolist()
+        sampling_rows = [number for number, row in enumerate(rows) if row.sample_last]
+        step = chunk_step(
+            np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in rows]),
+            [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows],
+            [ends[number] for number in sampling_rows],
+            self.slots.tables,
+            self.pools,
+        )
         logits, streams = self.model.forward(step)
-        for chunk in step.state_saves:
-            self.pools.streams[chunk.tail] = streams[chunk.last_token]
+        for save_ in step.state_saves:
+            self.pools.streams[save_.tail] = streams[save_.last_token]
         for row in rows:
             self.slots.moved(row.slot, row.start + len(row.ids), on_device=bool(row.sample_last))
-        if not sampling:
-            return _Part([], torch.empty(0, dtype=torch.int32))
-        part = self._sample_chunks([rows[number] for number in sampling], logits)
-        part.places = [places[number] for number in sampling]
-        for number in sampling:
-            self._refresh(rows[number], streams[ends[number]])
-        return part
 
-    def _sample_chunks(self, rows: Sequence[RowWork], logits: Tensor) -> _Part:
-        columns = (
-            [row.slot for row in rows],
-            [row.start + len(row.ids) - 1 for row in rows],
-            [row.ids[-1] for row in rows],
-        )
-        at = StepRows(*send(self.device, *columns))
-        drawn, faults, tokens = (torch.empty_like(at.slots) for _ in range(3))
-        edited = self.edits.wanted(rows)
-        asked = self.edits.logprobs(rows, logits) if edited else None
-        if edited:
-            self.edits.apply(rows, logits, self.slots.tables.fields)
-        self._draw(logits, at, drawn, faults)
-        end_step(at, drawn, faults, self.slots.tables.fields, tokens)
-        if edited:
-            self.edits.accept(rows, tokens)
-        return _Part([], self._home(tokens), asked and asked.home(tokens))
+        def sampling() -> _Part:
+            if not sampling_rows:
+                return _Part([], torch.empty(0, dtype=torch.int32))
+            columns = [
+                (row.slot, row.start + len(row.ids) - 1, row.ids[-1])
+                for row in (rows[number] for number in sampling_rows)
+            ]
+            at = StepRows(*send(self.device, *zip(*columns)))
+            drawn, faults, tokens = (torch.empty_like(at.slots) for _ in range(3))
+            batch = Batch(at, drawn, faults, tokens, logits)
+            part, parked = self._sample(work, [places[number] for number in sampling_rows], batch, None)
+            for number in parked:  # it will decode its last id again
+                row = rows[sampling_rows[number]]
+                self.slots.stands(row.slot, row.start + len(row.ids) - 1, row.ids[-1])
+            for place, number in enumerate(sampling_rows):
+                if place not in parked:
+                    self._refresh(rows[number], streams[ends[number]])
+            return part
 
-    def _draw(self, logits: Tensor, at: StepRows, tokens: Tensor, faults: Tensor) -> None:
+        return sampling
+
+    def _sample(
+        self, work: StepWork, places: list[int], batch: Batch, replay: Callable[[], None] | None
+    ) -> tuple[_Part, list[int]]:
+        """Draw for the rows at `places` and book it on the device. Also says which of them were parked."""
+        rows, fields = [work.rows[place] for place in places], self.slots.tables.fields
+        edited, masked = self.edits.wanted(rows), None
+        asked = self.edits.logprobs(rows, batch.logits) if edited else None
+        if edited:
+            self.edits.apply(rows, batch.logits, fields)
+        if self._constrained.any(rows):
+            in_step = len(work.rows)
+            masked = self._constrained.take(rows, in_step=in_step, step_s=self._step_s, ahead_s=self._step_s)
+            self._leave_out(rows, batch.at, masked)
+        if masked is None and replay is not None:
+            replay()
+        else:
+            self._draw(batch.logits, batch.at, batch.drawn, batch.faults, None if masked is None else masked.masks)
+            end_step(batch.at, batch.drawn, batch.faults, fields, batch.tokens)
+        if edited:
+            self.edits.accept(rows, batch.tokens)
+        part = _Part(places, self._home(batch.tokens), asked and asked.home(batch.tokens))
+        if masked is None:
+            return part, []
+        part.failed = masked.failed
+        return part, masked.parked
+
+    def _leave_out(self, rows: Sequence[RowWork], at: StepRows, masked: Masked) -> None:
+        """Rows without a mask count as padding; those that never get one have ended."""
+        if out := [*masked.parked, *masked.failed]:
+            (numbers,) = send(self.device, out)
+            at.positions.index_fill_(0, numbers.long(), -1)
+        if masked.failed:
+            (slots,) = send(self.device, [rows[number].slot for number in masked.failed])
+            self.slots.tables.fields[Field.FINISHED].index_fill_(0, slots.long(), 1)
+
+    def _draw(self, logits: Tensor, at: StepRows, tokens: Tensor, faults: Tensor, masks: Tensor | None = None) -> None:
         fields = self.slots.tables.fields[:SAMPLER_FIELDS].index_select(1, at.slots)
         params = Params(
             temperature=fields[Field.TEMPERATURE].view(torch.float32),
@@ -222,7 +257,9 @@ class GpuExecutor:
             choice=fields[Field.CHOICE],
             position=fields[Field.EMITTED],
         )
-        sample(logits, params, tokens, faults, never=self.edits.never)
+        if masks is not None and len(masks) < len(logits):  # padding rows of a bucket
+            masks = torch.nn.functional.pad(masks, (0, 0, 0, len(logits) - len(masks)), value=EVERYTHING)
+        sample(logits, params, tokens, faults, never=self.edits.never, masks=masks)
 
     def _refresh(self, row: RowWork, streams: Tensor) -> None:
         """The row's spare tail takes the state at a page boundary, unless the slot has ended there."""
@@ -246,6 +283,18 @@ class GpuExecutor:
         event = torch.cuda.Event()
         event.record()
         return event
+
+
+def _outcome(part: _Part, number: int, token: int) -> RowOutcome:
+    """Of one row: -1 nothing, below that a fault."""
+    if number in part.failed:
+        return RowOutcome((), fault=part.failed[number])
+    if token == -1:
+        return RowOutcome(())
+    if token < -1:
+        return RowOutcome((), fault=Fault(SAMPLING_FAULT, _FAULTS[-1 - token]))
+    logprobs = part.logprobs.of_row(number) if part.logprobs is not None else ()
+    return RowOutcome((token,), logprobs)
 
 
 def _chunk_row(row: RowWork, saves: tuple[tuple[int, int], ...]) -> ChunkRow:

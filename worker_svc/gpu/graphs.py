@@ -33,16 +33,22 @@ Sampler = Callable[[Tensor, StepRows, Tensor, Tensor], None]
 
 
 @dataclass(slots=True)
-class Bucket:
-    """The tensors of one batch size. `tokens` is what `end_step` put out."""
+class Batch:
+    """Rows that sample together: where they stand, what is drawn int32 [B], logits FP32 [B, V], and what came of it."""
 
-    rows: Tensor
     at: StepRows
-    lists: DecodeLists
     drawn: Tensor
     faults: Tensor
     tokens: Tensor
     logits: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket(Batch):
+    """The fixed tensors of one batch size."""
+
+    rows: Tensor
+    lists: DecodeLists
     streams: Tensor
     graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
 

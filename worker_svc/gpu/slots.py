@@ -93,6 +93,12 @@ class DeviceSlots:
         if not on_device:
             self.tables.fields[Field.LENGTH, slot] = length
 
+    def stands(self, slot: int, length: int, following: int) -> None:
+        """Put a slot back to `length`, where it feeds id `following`."""
+        self._known[slot].length = length
+        self.tables.fields[Field.LENGTH, slot] = length
+        self.tables.fields[Field.NEXT, slot] = following
+
 
 def _agree(pages: Sequence[int], known: _Known) -> bool:
     return known.pages == 0 or pages[known.pages - 1] == known.last_page

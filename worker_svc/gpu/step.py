@@ -20,6 +20,8 @@ from worker_svc.ops.slot_step import Field
 from worker_svc.ops.sparse_attention import DecodePlan
 from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, decode_lists
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTables:
@@ -144,7 +146,7 @@ class ChunkStep:
 
 
 def chunk_step(
-    ids: Sequence[int], rows: Sequence[ChunkRow], sampled: Sequence[int], tables: SlotTables, pools: GpuPools
+    ids: Ints, rows: Sequence[ChunkRow], sampled: Sequence[int], tables: SlotTables, pools: GpuPools
 ) -> ChunkStep:
     """Lay the batch out. `sampled` are batch tokens. The rows' pages must be in `tables` already."""
     starts, lengths = np.array([row.start for row in rows]), np.array([row.length for row in rows])
@@ -158,7 +160,7 @@ def chunk_step(
     areas, size = _areas(rows, of_row, int(bases[-1]), pools)
     columns = send(
         pools.device,
-        *(np.array(ids), np.array([row.slot for row in rows])[of_row], positions, offsets[of_row], own),
+        *(ids, np.array([row.slot for row in rows])[of_row], positions, offsets[of_row], own),
         *((starts + lengths - 1)[of_row], np.array(sampled), *_old_rows(rows, olds, bases, pools)),
     )
     token_ids, slots, at, first_token, own_rows, last_position, sampled_rows, old_ring, old_rows = columns
@@ -199,10 +201,10 @@ def chunk_step(
 class _HostArea:
     """An EntryArea before it is sent."""
 
-    pool_rows: npt.NDArray[np.int64]
+    pool_rows: Ints
     first_row: int
-    base: npt.NDArray[np.int64]
-    key_first: npt.NDArray[np.int64]
+    base: Ints
+    key_first: Ints
     most: int
 
 
@@ -211,9 +213,7 @@ def _on_device(area: _HostArea, device: torch.device) -> EntryArea:
     return EntryArea(pool_rows, area.first_row, base, key_first, area.most)
 
 
-def _areas(
-    rows: Sequence[ChunkRow], of_row: npt.NDArray[np.int64], first: int, pools: GpuPools
-) -> tuple[dict[int, _HostArea], int]:
+def _areas(rows: Sequence[ChunkRow], of_row: Ints, first: int, pools: GpuPools) -> tuple[dict[int, _HostArea], int]:
     """Entries lie behind the window rows; layers of different ratios use the same place one after the other."""
     areas, size = {}, first
     for ratio in sorted(set(pools.layout.ratios) - {0}):
@@ -230,9 +230,7 @@ def _areas(
     return areas, size
 
 
-def _old_rows(
-    rows: Sequence[ChunkRow], olds: npt.NDArray[np.int64], bases: npt.NDArray[np.int64], pools: GpuPools
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _old_rows(rows: Sequence[ChunkRow], olds: Ints, bases: Ints, pools: GpuPools) -> tuple[Ints, Ints]:
     """Ring rows of the window before each chunk, and their workspace rows."""
     ring = [
         row.slot * pools.ring + np.arange(row.start - old, row.start) % pools.ring
