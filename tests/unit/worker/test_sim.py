@@ -261,14 +261,14 @@ def test_constrained_rows_draw_what_is_allowed_and_end_where_they_may():
 
 @pytest.mark.parametrize("masks_after", [False, True])
 def test_masks_are_taken_while_the_forward_runs_and_tokens_told_at_its_end(masks_after):
-    executor, masks, times = device(step_ms=50.0, masks_after=masks_after), Masks([10]), []
+    executor, masks, times = device(step_ms=150.0, masks_after=masks_after), Masks([10]), []
     take, tell = masks.take, masks.tell
     masks.take = lambda *args, **options: [times.append(time.monotonic_ns()), take(*args, **options)][1]
     masks.tell = lambda rows: [times.append(time.monotonic_ns()), tell(rows)][1]
     executor.use_masks(masks)
     start = replace(init(), grammar_id=b"g" * 16)
     outcome = executor.collect(executor.launch(StepWork(rows=(chunk(prompt(9)),), inits=(start,))))
-    forward_end = outcome.t_start_ns + 50_000_000
+    forward_end = outcome.t_start_ns + 150_000_000
     assert (times[0] >= forward_end) == masks_after and times[1] >= outcome.t_end_ns
     assert (outcome.t_end_ns > forward_end) == masks_after
 
