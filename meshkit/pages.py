@@ -6,6 +6,7 @@ No storage here: who holds which page is the scheduler's ledger.
 """
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ ROOT_KEY = b"\0" * KEY_BYTES
 """Parent of a sequence's first page."""
 
 _PERSON = b"v4mesh page key"
+_PAGE = struct.Struct(f"<{PAGE_TOKENS}i")  # a list of ints in a sixth of numpy's time
 _COLUMN = (4 * PAGE_TOKENS).to_bytes(8, "little")  # the length of a page's ids, in front of them
 
 
@@ -45,7 +47,8 @@ def next_page_key(parent_key: bytes, ids: Sequence[int] | NDArray[np.int32], nam
     """Key of the page that follows `parent_key` (ROOT_KEY for the first) and holds exactly PAGE_TOKENS `ids`."""
     if len(ids) != PAGE_TOKENS:
         raise ValueError(f"ids: a page holds {PAGE_TOKENS} tokens, got {len(ids)}; only full pages have keys")
-    return _chain(parent_key, np.asarray(ids, "<i4").tobytes(), namespace)
+    column = _PAGE.pack(*ids) if isinstance(ids, list) else np.asarray(ids, "<i4").tobytes()
+    return _chain(parent_key, column, namespace)
 
 
 def page_keys(ids: Sequence[int] | NDArray[np.int32], namespace: bytes) -> list[bytes]:

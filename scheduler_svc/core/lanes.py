@@ -21,6 +21,8 @@ Bools = npt.NDArray[np.bool_]
 
 BLOCK: Final = 256
 """Ids kept per slot before they go to the choice."""
+_NEARLY: Final = 192  # from here on a few blocks are handed over per step: those that began together fill together
+_AT_ONCE: Final = 4
 STOPS: Final = 8
 """A choice with more ids that end it stays out."""
 
@@ -116,8 +118,11 @@ class Lanes:
         self._counts[slots] = counts
         _, length, _, _, emitted, kept = counts.T
         self._ids[slots, kept - 1] = tokens
-        if kept.size and int(kept.max()) == BLOCK:
-            for seq in self.seqs[slots[kept == BLOCK]]:
+        if kept.size and (most := int(kept.max())) >= _NEARLY:
+            some = np.flatnonzero(kept >= _NEARLY)[: max(_AT_ONCE, len(kept) // (BLOCK - _NEARLY))]
+            if most == BLOCK:
+                some = np.union1d(some, np.flatnonzero(kept == BLOCK))
+            for seq in self.seqs[slots[some]]:
                 self.flush(seq)
         return emitted - 1, length
 

@@ -11,7 +11,7 @@ from scheduler_svc.core.request import Phase, Saved, Seq, tokens_of
 from scheduler_svc.core.state import Rank, State, Worker
 from scheduler_svc.core.tails import INTERVAL_TOKENS, Reason
 
-_AT_ONCE = 4  # decoding choices sealed with one frame, ...
+_AT_ONCE = 2  # decoding choices sealed with one frame, ...
 _SHARE = 64  # ... or such a part of those that wait: all are done well before they fill another page
 
 
