@@ -100,7 +100,7 @@ class CpuExecutor:
             _check_repeatable(model)
         info = ModelInfo(
             name=name or folder.resolve().name,
-            revision=_revision(folder),
+            revision=revision_of(folder),
             vocab_size=config.vocab_size,
             max_context=max_context,
             eos_ids=(config.eos_token_id,),
@@ -108,7 +108,7 @@ class CpuExecutor:
             kv_layout_id=layout.layout_id + ("-d" if deterministic else ""),
             layers=len(layout.ratios),
         )
-        rules = _rules(folder, checkpoint)
+        rules = rules_of(folder, checkpoint)
         return CpuExecutor(model=model, draft=draft, pools=pools, info=info, rules=rules, threads=threads)
 
     def launch(self, work: StepWork) -> StepOutcome:
@@ -249,14 +249,14 @@ def _work_per_token(config: V4Config) -> int:
     return c.num_hidden_layers * (attention + experts) + c.vocab_size * c.hidden_size
 
 
-def _rules(folder: Path, checkpoint: Checkpoint) -> VocabRules:
+def rules_of(folder: Path, checkpoint: Checkpoint) -> VocabRules:
     """Ids that are no token are never sampled; a folder without a tokenizer (generated weights) masks none."""
     vocab = checkpoint.config.vocab_size
     masked = unsampleable_ids(folder, vocab) if (folder / "tokenizer.json").exists() else []
     return VocabRules(vocab_size=vocab, eos_ids=(checkpoint.config.eos_token_id,), masked_ids=tuple(masked))
 
 
-def _revision(folder: Path) -> str:
+def revision_of(folder: Path) -> str:
     """Digest of the config's bytes and of the weight files' names and sizes."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
     for file in sorted(folder.glob("*.safetensors")):

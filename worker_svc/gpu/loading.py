@@ -8,13 +8,14 @@ import torch
 
 from meshkit.errors import GpuError, MemoryShort
 from meshkit.models import resolve_model, served_name
-from meshkit.types import PAGE_TOKENS, ModelInfo
+from meshkit.types import PAGE_TOKENS, ModelInfo, SamplingParams
 from worker_svc.checkpoint.errors import NumericsError
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics, choose_numerics
 from worker_svc.config import WorkerConfig
 from worker_svc.core.table import PoolConfig
-from worker_svc.executor import _revision, _rules
+from worker_svc.core.work import RowWork, SlotInit, StepWork
+from worker_svc.executor import revision_of, rules_of
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.pools import GpuPools
@@ -27,6 +28,7 @@ from worker_svc.loading import LoadProgress
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
 MAX_VERIFY: Final = 1
+WARM_SIZES: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 POOL_SHARE: Final = 0.75
 """Of the memory left beside the weights: the rest is for activations of the largest step, graphs and libraries."""
 
@@ -50,7 +52,7 @@ def load(config: WorkerConfig) -> Loaded:
     pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
     info = ModelInfo(
         name=config.served_model_name or served_name(folder),
-        revision=_revision(folder),
+        revision=revision_of(folder),
         vocab_size=checkpoint.config.vocab_size,
         max_context=min(checkpoint.config.max_position_embeddings, pages * PAGE_TOKENS),
         eos_ids=(checkpoint.config.eos_token_id,),
@@ -58,8 +60,9 @@ def load(config: WorkerConfig) -> Loaded:
         layers=len(layout.ratios),
     )
     model = Transformer(weights, checkpoint.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
-    executor = GpuExecutor(model=model, pools=pools, info=info, rules=_rules(folder, checkpoint), max_rows=slots)
+    executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules_of(folder, checkpoint), max_rows=slots)
     executor.capture()
+    warm_up(executor, info, step_tokens)
     log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
     log.info("READY %.1f s", time.perf_counter() - start)
     return Loaded(
@@ -67,6 +70,19 @@ def load(config: WorkerConfig) -> Loaded:
         info,
         PoolConfig(slots=slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
     )
+
+
+def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:
+    """Prefill chunks of the sizes that choose kernels, up to the largest step: nothing compiles while serving."""
+    begin = time.perf_counter()
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    most = min(step_tokens, info.max_context - 1)
+    for tokens in sorted({min(size, most) for size in (*WARM_SIZES, most)}):
+        init = SlotInit(slot=0, params=params, seed=0, choice=0, n_emitted=0)
+        ids = tuple(3 + at % (info.vocab_size - 3) for at in range(tokens))
+        row = RowWork(slot=0, ids=ids, pages=range(-(-tokens // PAGE_TOKENS)))
+        executor.run(StepWork(inits=(init,), rows=(row,)))
+    log.info("warm-up ok in %.1f s", time.perf_counter() - begin)
 
 
 def gpu() -> torch.device:
