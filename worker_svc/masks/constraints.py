@@ -56,32 +56,24 @@ class Constraints:
                 self._gens[init.slot] = init.slot_gen
 
     def take(
-        self,
-        sampling: Iterable[Place],
-        *,
-        rows: int,
-        forward_s: float,
-        ahead_s: float = 0.0,
-        out: MaskRows | None = None,
+        self, sampling: Iterable[Place], *, rows: int, forward_s: float, ahead_s: float = 0.0
     ) -> dict[int, SlotMask]:
         """Masks of the constrained ones among the rows that sample, by slot; valid until the next call.
 
         `rows` is how many rows of the step do something, sampling or not; `forward_s` is how long its forward takes,
-        `ahead_s` how long that will still run: waiting is free meanwhile. The masks lie in `out` in order, if given.
+        `ahead_s` how long that will still run: waiting is free meanwhile.
         """
         asks = [Ask(p.slot, self._gens[p.slot], p.position, p.places) for p in sampling if p.slot in self._gens]
         if not asks:
             return {}
         places = sum(ask.places for ask in asks)
-        if out is None:
-            if len(self._rows) < places:
-                self._rows = np.empty((places, self.source.words), np.int32)
-            out = self._rows
+        if len(self._rows) < places:
+            self._rows = np.empty((places, self.source.words), np.int32)
         wait_s = ahead_s + max(LEAST_WAIT_S, WAIT_SHARE * forward_s)
-        answers = self.source.take(asks, out, wait_s=wait_s, alone=len(asks) == rows)
+        answers = self.source.take(asks, self._rows, wait_s=wait_s, alone=len(asks) == rows)
         masks, first = {}, 0
         for ask, answer in zip(asks, answers, strict=True):
-            masks[ask.slot] = SlotMask(answer, out[first : first + ask.places])
+            masks[ask.slot] = SlotMask(answer, self._rows[first : first + ask.places])
             first += ask.places
         return masks
 
