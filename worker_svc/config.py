@@ -46,6 +46,8 @@ class WorkerConfig:
     log_format: Literal["text", "json"] = option("text", "Form of the log lines.")
 
     def __post_init__(self) -> None:
+        if self.grammar:
+            parse_address(self.grammar)  # now, not at the first dial
         for name in (*AUTOMATIC, "sim_step_ms", "sim_tokens"):
             if getattr(self, name) < 0:
                 raise FieldError(name, "must be 0 (automatic) or positive")

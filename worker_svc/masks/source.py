@@ -9,12 +9,11 @@ All three calls come from the thread that launches steps, in the order of the st
    ends the choice.
 3. `tell` at once when the sampled tokens are known. The service computes the next masks while the next forward runs.
 
-A GPU executor gives `take` a view of pinned host memory (`tensor.numpy()` of a pinned int32 tensor [most rows, words]),
-then enqueues the copy to the device and the sampling graph behind the forward; rows of unconstrained slots point to a
-row of ones, rows not READY get the flag by which the graph leaves them alone. The memory may be written again when that
-copy has ended. Ranks that compute the same batch must agree on the rows that are READY: one of them asks, and says so
-to the others. `tell` needs the ids of the step before on the host, so the copy from the device must be waited for
-between two launches; the forward runs on meanwhile.
+An executor whose device runs ahead of the host queues its forward first, waits for the ids of the step before, tells
+them, takes the masks while the forward runs, and queues their copy and the sampling behind it: rows of unconstrained
+slots get a row of ones, rows that are not READY count as padding. The copy starts from pinned memory, which may be
+written again when it has ended. Steps without constrained rows are launched without any of that. Ranks that compute
+the same batch must agree on the rows that are READY: one of them asks, and says so to the others.
 """
 
 from collections.abc import Sequence

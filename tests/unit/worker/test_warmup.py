@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from meshkit.errors import ConfigError
 from meshkit.types import PAGE_TOKENS
 from worker_svc.compute import ComputeThread
 from worker_svc.config import WorkerConfig
@@ -98,6 +99,11 @@ def test_health_address_is_derived_from_the_scheduler():
     assert WorkerConfig(scheduler="unix:/run/x/s.sock", group="w3").health_address == "unix:/run/x/w3.sock"
     assert WorkerConfig(scheduler="scheduler:50051").health_address == "127.0.0.1:0"
     assert WorkerConfig(listen="127.0.0.1:9").health_address == "127.0.0.1:9"
+
+
+def test_an_address_that_is_none_is_refused_before_anything_loads():
+    with pytest.raises(ConfigError, match="no address: write unix:"):
+        WorkerConfig(grammar="/run/grammar.sock")
 
 
 def test_on_a_terminal_progress_is_a_bar(monkeypatch, capsys, caplog):
