@@ -86,17 +86,22 @@ def prompt_work(bench: Bench, tokens: int) -> StepWork:
     return StepWork(inits=(init,), rows=(RowWork(slot=0, ids=ids, pages=bench.pages_of(0)),))
 
 
-def prefill_ms(bench: Bench, tokens: int, rounds: int = 3) -> float:
-    """One prompt from an empty context in one step, first token sampled: the median of some rounds."""
+def prefill_ms(bench: Bench, tokens: int, rounds: int = 3) -> tuple[float, float]:
+    """One prompt from an empty context in one step, first token sampled: the median of some rounds.
+
+    Also how long the launch took the host.
+    """
     work = prompt_work(bench, tokens)
     bench.executor.run(work)
-    times = []
+    times, launches = [], []
     for _ in range(rounds):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        bench.executor.run(work)
+        flight = bench.executor.launch(work)
+        launches.append((time.perf_counter() - begin) * 1e3)
+        bench.executor.collect(flight)
         times.append((time.perf_counter() - begin) * 1e3)
-    return statistics.median(times)
+    return statistics.median(times), statistics.median(launches)
 
 
 @contextmanager

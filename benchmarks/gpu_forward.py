@@ -1,8 +1,8 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile (single
-kernels: `gpu_ops`, `gpu_attention`). Results
-are printed as they come; `--out FILE` writes all, with the counted bytes and operations, after every section.
+Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers (single kernels:
+`gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all, with the counted bytes and
+operations, after every section.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -82,6 +82,14 @@ class Lab:
             self._weights = WeightLoader(RandomSource(self.config, self.device), self.device).model()
             print(f"weights {time.perf_counter() - begin:.1f} s", flush=True)
         return self._weights
+
+    def forget(self) -> None:
+        """Give the memory of the weights back."""
+        import torch
+
+        self._weights = None
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def bench(self, *, slots: int, context: int, max_tokens: int) -> Any:
         """A fresh executor with filled pools."""
@@ -173,7 +181,7 @@ def prefill(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     c = lab.config
     for tokens in PEER_PREFILL_MS:
         bench = lab.bench(slots=1, context=tokens + 256, max_tokens=tokens)
-        taken = prefill_ms(bench, tokens)
+        taken, launch = prefill_ms(bench, tokens)
         parts = [floor.prefill_parts(c, ratio, tokens, c.n_routed_experts) for ratio in c.layer_ratios]
         least = (sum(floor.seconds(p) for p in parts) + floor.head_part(c, 1).seconds) * 1e3
         flops = sum(part.flops for p in parts for part in p.values())
@@ -182,6 +190,7 @@ def prefill(lab: Lab, report: Report, options: argparse.Namespace) -> None:
             "prefill",
             tokens=tokens,
             ms=taken,
+            launch_ms=launch,
             floor_ms=least,
             of_floor=least / taken,
             peer_ms=peer,
@@ -206,6 +215,20 @@ def mesh(lab: Lab, report: Report, options: argparse.Namespace) -> None:
 
     del options
     measure(lab.bench(slots=64, context=1024, max_tokens=4096), 64, 400, report)
+
+
+def transformers(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """transformers' DeepseekV4 on the same GPU, same layers, batch 64; against the decode section's time of ours."""
+    from benchmarks._gpu_transformers import PROMPT, decode_ms
+
+    del options
+    lab.forget()
+    theirs = decode_ms(lab.config, lab.device, 64)
+    report.row("transformers", batch=64, context=PROMPT, ms=theirs)
+    report.metrics["transformers_b64_ms"] = round(theirs, 2)
+    ours = report.metrics.get("decode_b64_ms")
+    if isinstance(ours, float):
+        report.metrics["speedup_vs_transformers_b64"] = round(theirs / ours, 2)
 
 
 def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
@@ -242,6 +265,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "mesh": mesh,
     "launches": launches,
     "prefill_profile": prefill_profile,
+    "transformers": transformers,
 }
 
 
