@@ -21,6 +21,7 @@ class SourceLimits:
     schema_nodes: int = 4096
     regex_bytes: int = 4 << 10
     repeat: int = 1000
+    pattern_repeat: int = 128  # inside a JSON string; beyond it a mask takes 3 to 30 ms, and every slot waits for it
     ebnf_bytes: int = 64 << 10
     tools: int = 128
     tools_bytes: int = 256 << 10

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from grammar_svc.limits import SourceLimits, is_number
-from grammar_svc.regexes import check_regex
+from grammar_svc.regexes import check_pattern
 from grammar_svc.verdict import SourceError
 
 
@@ -43,7 +43,9 @@ REFUSED: Final = _names(
     "unevaluatedItems additionalItems contentEncoding contentMediaType contentSchema $anchor $dynamicAnchor "
     "$dynamicRef $recursiveRef $recursiveAnchor $vocabulary nullable discriminator"
 )
-_ANY_CHARACTERS: Final = re.compile(r"\^\.\{(\d+),(\d*)\}\$")  # a length in other words, and much dearer as a pattern
+_ANY_CHARACTERS: Final = re.compile(
+    r"\^\.\{(\d{1,9}),(\d{0,9})\}\$"
+)  # a length in other words, and much dearer as a pattern
 # The compiler's own rule takes leading zeros.
 _OCTET: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _IPV4: Final = rf"^{_OCTET}\.{_OCTET}\.{_OCTET}\.{_OCTET}$"
@@ -178,11 +180,13 @@ class _Walk:
         if "pattern" in part:
             if not isinstance(part["pattern"], str):
                 raise SourceError("must be text", f"{place}/pattern")
-            check_regex(part["pattern"], self.limits, f"{place}/pattern")
+            if lengths := _ANY_CHARACTERS.fullmatch(part["pattern"]):
+                part = {"minLength": int(lengths[1])} | ({"maxLength": int(lengths[2])} if lengths[2] else {})
+                self._counts(part, "minLength", "maxLength", place)
+            else:
+                check_pattern(part["pattern"], self.limits, f"{place}/pattern")
         if part.get("format") == "ipv4":
             return {"pattern": _IPV4}
-        if lengths := _ANY_CHARACTERS.fullmatch(part.get("pattern", "")):
-            part = {"minLength": int(lengths[1])} | ({"maxLength": int(lengths[2])} if lengths[2] else {})
         return {key: value for key, value in part.items() if (key, value) != ("minLength", 0)}
 
     def _number(self, part: dict[str, Any], names: list[str], place: str) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class _Walk:
             if not isinstance(patterns, dict) or len(patterns) != 1:
                 raise SourceError("one pattern can be enforced", here)
             for pattern in patterns:
-                check_regex(pattern, self.limits, here)
+                check_pattern(pattern, self.limits, here)
             changed["patternProperties"] = self._named(patterns, here)
             more = False
         if "propertyNames" in part:

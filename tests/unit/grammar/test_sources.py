@@ -49,6 +49,8 @@ def test_spacing_does_not_change_the_id_and_key_order_does():
         (Kind.REGEX, "", Outcome.INVALID, "empty"),
         (Kind.REGEX, "a" * 5000, Outcome.TOO_LARGE, "4096"),
         (Kind.REGEX, "a{1,1001}", Outcome.TOO_LARGE, "1001"),
+        (Kind.JSON_SCHEMA, {"pattern": "^[a-z]{1,129}$"}, Outcome.TOO_LARGE, "129, at most 128"),
+        (Kind.JSON_SCHEMA, {"pattern": "^.{9,1}$"}, Outcome.INVALID, "greater"),
         (Kind.REGEX, "a\0", Outcome.INVALID, "NUL"),
         (Kind.EBNF, "x" * (65 << 10), Outcome.TOO_LARGE, "65536"),
         (Kind.EBNF, 'root ::= "{9999}" "a"{2,9999}', Outcome.TOO_LARGE, "9999"),
@@ -122,7 +124,7 @@ def test_every_refused_keyword_is_refused(keyword):
         ({"title": "T", "description": "d"}, {}),
         ({"minLength": 2}, {"type": "string", "minLength": 2}),
         ({"minLength": 0}, {"type": "string"}),
-        ({"pattern": "^.{0,9}$"}, {"type": "string", "maxLength": 9}),
+        ({"pattern": "^.{0,900}$"}, {"type": "string", "maxLength": 900}),
         ({"type": "object"}, {"type": "object", "additionalProperties": True}),
         (
             {"properties": {"a": {}}},
