@@ -1,4 +1,5 @@
 """The grammar service: compiles constraints and keeps one matcher per constrained slot.
 
-It stands alone so far: no other service calls it, and requests that need it are refused by the gateway.
+The scheduler has grammars compiled here, the worker of the same host sends sampled tokens and reads masks. A second
+process of the same command line stands by.
 """
