@@ -11,7 +11,8 @@ from typing import Final
 
 from gateway.exchange import Caller
 from gateway.generation import Generation, Job
-from meshkit.obs import Attribute, Tracing, is_sampled
+from meshkit.obs import Attribute, Tracing
+from meshkit.traceparent import is_sampled
 
 # gateway stage -> its first and last stamp; "received" and "ended" are always there
 _STAGES: Final = {

@@ -19,7 +19,7 @@ from meshkit.command import service_main
 from meshkit.config import Loaded
 from meshkit.exit_codes import Exit
 from meshkit.health import Health
-from meshkit.obs import Metrics, kv, setup_logging
+from meshkit.obs import Metrics, kv, setup_logging, start_tracing
 from meshkit.server import Serving, run, serve
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     from grammar_svc.ring import remove_stale
     from grammar_svc.servicer import NAME, GrammarServicer
 
-    health, metrics = Health(), Metrics()
+    health, metrics, tracing = Health(), Metrics(), start_tracing("grammar")
     metrics.listen(config.metrics_port)
     ring_dir = Path(config.ring_dir)
     remove_stale(ring_dir)
@@ -132,7 +132,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
             counted=metrics.counter("v4mesh_mask_events_total", "What mask streams counted", event=None),
         )
     )
-    servicer = GrammarServicer(grammars, attachments, metrics)
+    servicer = GrammarServicer(grammars, attachments, metrics, tracing)
     serving = Serving(
         listen=config.listen,
         insecure=config.insecure,
@@ -162,6 +162,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     try:
         return await serve(serving, health, servicer.add_to, work=work, finish=finish)
     finally:
+        tracing.shutdown()
         await grammars.stop()
         await children.stop()
         if place is not None:

@@ -1,6 +1,7 @@
 """RPCs of the grammar service: decode, hand on, encode."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from grammar_svc.grammars import Grammars
 from grammar_svc.verdict import Outcome, Verdict
 from meshkit.errors import Draining, WireError
 from meshkit.interceptors import abort_with
-from meshkit.obs import Metrics
+from meshkit.obs import Attribute, Metrics, Tracing
 
 NAME = pb.DESCRIPTOR.services_by_name["Grammar"].full_name
 MESSAGE_CHARS = 1000
@@ -25,8 +26,11 @@ Context = grpc.aio.ServicerContext[Any, Any]  # Any: each RPC has its own messag
 class GrammarServicer(grammar_pb2_grpc.GrammarServicer):
     """Registered by `add_to`."""
 
-    def __init__(self, grammars: Grammars, attachments: Attachments, metrics: Metrics) -> None:
+    def __init__(
+        self, grammars: Grammars, attachments: Attachments, metrics: Metrics, tracing: Tracing | None = None
+    ) -> None:
         self._grammars, self._attachments = grammars, attachments
+        self._tracing = tracing or Tracing()
         self._verdicts = metrics.counter(
             "v4mesh_grammar_verdicts_total", "Compile answers", verdict=[outcome.name for outcome in Outcome]
         )
@@ -42,13 +46,15 @@ class GrammarServicer(grammar_pb2_grpc.GrammarServicer):
     async def Compile(self, request: pb.CompileRequest, context: Context) -> pb.CompileReply:
         if self._going.is_set():
             raise Draining("this grammar service is going away", retry_after_ms=500)
-        mine = self._grammars.grammar_rev
+        mine, begin_ns = self._grammars.grammar_rev, time.monotonic_ns()
         if request.grammar_rev and request.grammar_rev != mine:
             message = f"this service compiles under {mine}; the output so far was made under another revision"
             verdict = Verdict(outcome=Outcome.INVALID, message=message, place="grammar_rev")
         else:
             verdict = await self._grammars.compile(request.kind, request.text, request.tenant[:256])
         self._verdicts.add(verdict=verdict.outcome.name)
+        told: dict[str, Attribute] = {"v4mesh.verdict": verdict.outcome.name, "v4mesh.cached": verdict.cached}
+        self._tracing.record("grammar.compile", request.traceparent, begin_ns, time.monotonic_ns(), told)
         return _reply(verdict, mine)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.GrammarProcess]:

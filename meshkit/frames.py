@@ -283,6 +283,7 @@ class SlotInit:
     prompt: tuple[int, ...] = ()
     grammar_id: bytes = b""  # 16 bytes, or empty: unconstrained
     thinking: bool = False  # the constraint arms after </think>
+    traceparent: str = ""  # of sampled requests only
 
 
 class Spare(NamedTuple):

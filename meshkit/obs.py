@@ -21,6 +21,7 @@ from meshkit.address import Address, check_port
 from meshkit.config import env
 from meshkit.errors import ConfigError
 from meshkit.interceptors import request_id
+from meshkit.traceparent import is_sampled, new_traceparent
 
 LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]
@@ -232,7 +233,8 @@ def start_tracing(service: str, *, exporter: Any = None) -> Tracing:
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        exporter = OTLPSpanExporter(insecure=endpoint.startswith("unix:") or None)  # None: as its scheme says
+        # None: as its scheme says. A collector that is away must not keep a process from leaving.
+        exporter = OTLPSpanExporter(insecure=endpoint.startswith("unix:") or None, timeout=2)
     # Always on: what is not sampled never comes here.
     resource = Resource.create({"service.name": f"v4mesh-{service}"})
     provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=ids)
@@ -274,25 +276,6 @@ def _make_ids() -> Any:
             return fixed or super().generate_trace_id()
 
     return Ids()
-
-
-def is_sampled(traceparent: str) -> bool:
-    """True for a well-formed W3C traceparent whose sampled flag is set."""
-    parts = traceparent.split("-")
-    if len(parts) != 4 or [len(part) for part in parts] != [2, 32, 16, 2]:
-        return False
-    try:
-        return bool(int(parts[3], 16) & 1) and int(parts[1], 16) > 0 and int(parts[2], 16) > 0
-    except ValueError:
-        return False
-
-
-def new_traceparent(parent: str = "", *, sampled: bool = True) -> str:
-    """A child of `parent` (same trace, same flag), or a new trace."""
-    parts = parent.split("-")
-    if len(parts) == 4 and len(parts[1]) == 32:
-        return f"00-{parts[1]}-{secrets.token_hex(8)}-{parts[3]}"
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-{'01' if sampled else '00'}"
 
 
 def _no_context() -> Any:

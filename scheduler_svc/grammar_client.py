@@ -72,6 +72,7 @@ class GrammarClient:
                 text=effect.text,
                 tenant=effect.tenant,
                 grammar_rev=effect.grammar_rev,
+                traceparent=effect.traceparent,
             )
             reply = await self._stub.Compile(request, timeout=effect.timeout_ms / 1000)
             answer = decode_answer(reply)

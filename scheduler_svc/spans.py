@@ -1,4 +1,4 @@
-"""Spans of a sampled request's stages (queue, prefill, decode), made after the fact from what the core took and gave.
+"""Spans of a sampled request in the scheduler, made after the fact from what the core took and gave: queue and run.
 
 Wraps the core: reads events and effects, changes none. Costs nothing per step while no sampled request is open.
 """
@@ -9,7 +9,8 @@ from typing import Any
 
 from meshkit.core import Called, Core, Send
 from meshkit.frames import StepFrame, Submit, TokenFrame
-from meshkit.obs import Tracing, is_sampled
+from meshkit.obs import Tracing
+from meshkit.traceparent import is_sampled
 
 MAX_OPEN = 4096
 
@@ -80,8 +81,11 @@ class RequestSpans:
         if not ended:
             return
         del self._rows[key]
-        start, first = stages.started_ns or now_ns, stages.first_token_ns or now_ns
+        start, first = stages.started_ns or now_ns, stages.first_token_ns
         record, parent = self._tracing.record, stages.traceparent
         record("scheduler.queue", parent, stages.submitted_ns, start)
-        record("worker.prefill", parent, start, first, {"gen_ai.usage.input_tokens": stages.prompt_tokens})
-        record("worker.decode", parent, first, now_ns, {"gen_ai.usage.output_tokens": stages.output_tokens})
+        attributes = {
+            "gen_ai.usage.input_tokens": stages.prompt_tokens,
+            "gen_ai.usage.output_tokens": stages.output_tokens,
+        }
+        record("scheduler.run", parent, start, now_ns, attributes, events=[("first token", first)] if first else ())

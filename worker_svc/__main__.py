@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshkit.command import service_main
 from meshkit.config import Loaded
 from meshkit.health import Health
-from meshkit.obs import Metrics, setup_logging
+from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import Serving, run, serve
 from worker_svc.compute import ComputeThread
 from worker_svc.config import WorkerConfig
@@ -18,11 +18,13 @@ from worker_svc.servicer import WorkerProcess
 async def _serve(config: WorkerConfig) -> int:
     health, metrics, compute = Health(), Metrics(), ComputeThread()
     metrics.listen(config.metrics_port)
-    process = WorkerProcess(config, health, metrics, compute)
+    tracing = start_tracing("worker")
+    process = WorkerProcess(config, health, metrics, compute, tracing)
     serving = Serving(listen=config.health_address, insecure=config.insecure, drain_s=5.0, grace_s=0.5)
     try:
         status = await serve(serving, health, lambda server: None, work=process.run, finish=process.finish)
     finally:
+        tracing.shutdown()
         idle = compute.stop()
     if not idle:  # inside a load or a long step: the interpreter cannot be unwound under running native code
         logging.shutdown()

@@ -12,7 +12,7 @@ from typing import Any, Final
 from meshkit.build import build_id
 from meshkit.channel import open_channel
 from meshkit.core import Dial
-from meshkit.obs import Metrics
+from meshkit.obs import Metrics, Tracing
 from meshkit.quiet import quiet_collector
 from meshkit.shell import Shell
 from meshkit.types import ModelInfo
@@ -26,6 +26,7 @@ from worker_svc.core.work import Executor
 from worker_svc.masks.book import MaskBook
 from worker_svc.masks.stream import MaskStream
 from worker_svc.pipeline import Pipeline
+from worker_svc.spans import SlotSpans
 
 FAREWELL_S: Final = 2.0
 
@@ -44,11 +45,12 @@ class WorkerLoop:
         scheduler: str,
         grammar: str = "",
         metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         boot = secrets.randbits(64) | 1
         config = SlotMachineConfig(group=group, boot=boot, build=build_id(), model=model, pools=pools)
         self.machine = SlotMachine(config, random.Random(secrets.randbits(128)))
-        self.shell = Shell(self.machine, self._effect, metrics)
+        self.shell = Shell(SlotSpans(self.machine, tracing or Tracing()), self._effect, metrics)
         self._pipeline = Pipeline(executor, compute, self.shell.post)
         self._masks: MaskStream | None = None
         if grammar:

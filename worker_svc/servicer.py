@@ -11,7 +11,7 @@ from typing import Final
 
 from meshkit.errors import PeerError
 from meshkit.health import Health
-from meshkit.obs import Metrics
+from meshkit.obs import Metrics, Tracing
 from meshkit.peer import diagnose
 from worker_svc.compute import ComputeThread
 from worker_svc.config import WorkerConfig
@@ -27,8 +27,11 @@ log = logging.getLogger(__name__)
 class WorkerProcess:
     """`run` is the service's work; `finish` its part of a drain."""
 
-    def __init__(self, config: WorkerConfig, health: Health, metrics: Metrics, compute: ComputeThread) -> None:
+    def __init__(
+        self, config: WorkerConfig, health: Health, metrics: Metrics, compute: ComputeThread, tracing: Tracing
+    ) -> None:
         self._config = config
+        self._tracing = tracing
         self._health = health
         self._metrics = metrics
         self._compute = compute
@@ -47,6 +50,7 @@ class WorkerProcess:
             scheduler=config.scheduler,
             grammar=config.grammar,
             metrics=self._metrics,
+            tracing=self._tracing,
         )
         await self._health.set_ready(True)
         watching = asyncio.create_task(self._watch_scheduler(self._loop))

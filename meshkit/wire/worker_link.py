@@ -373,6 +373,7 @@ def _put_init(init: SlotInit) -> pb.SlotInit:
         prompt=c.put_i32(init.prompt),
         grammar_id=init.grammar_id,
         thinking=init.thinking,
+        traceparent=init.traceparent,
     )
 
 
@@ -391,6 +392,7 @@ def _get_init(message: pb.SlotInit) -> SlotInit:
         prompt=c.get_ints(message.prompt, "init.prompt"),
         grammar_id=c.get_id(message.grammar_id, "init.grammar_id") if message.grammar_id else b"",
         thinking=message.thinking,
+        traceparent=c.get_text(message.traceparent, "init.traceparent"),
     )
 
 

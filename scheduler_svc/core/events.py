@@ -46,6 +46,7 @@ class Compile:
     tenant: str
     grammar_rev: str  # empty, or the revision it must be compiled under
     timeout_ms: int
+    traceparent: str = ""  # of a sampled request that waits for it
 
 
 @dataclass(frozen=True, slots=True)

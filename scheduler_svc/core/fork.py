@@ -29,6 +29,7 @@ def init(seq: Seq) -> SlotInit:
         prompt=tuple(seq.req.prompt.tolist()) if params.reads_prompt else (),
         grammar_id=grammar.grammar_id if grammar is not None else b"",
         thinking=seq.req.thinking,
+        traceparent=seq.req.traceparent,
     )
 
 

@@ -98,7 +98,8 @@ def ask(st: "State", grammar: Grammar) -> None:
     st.total("grammar_compiles")
     rev = grammar.rev or grammar.made_under
     timeout_ms = st.limits.compile_ms
-    st.effects.append(Compile(grammar.ticket, grammar.kind, grammar.text, grammar.tenant, rev, timeout_ms))
+    waiting = next((req.traceparent for req in grammar.users.values() if req.traceparent), "") if not rev else ""
+    st.effects.append(Compile(grammar.ticket, grammar.kind, grammar.text, grammar.tenant, rev, timeout_ms, waiting))
 
 
 def refresh(st: "State", grammar: Grammar | None, older_than_ns: int) -> None:

@@ -70,6 +70,7 @@ class Request:
     suspects: list[tuple[str, int]] = field(default_factory=list)  # (group, boot) of losses not known to be crashes
     hold_until_ns: int = 0
     expire_ns: int = 0  # its gateway vanished: cancelled then unless resubmitted; 0 while it listens
+    traceparent: str = ""  # of a sampled request
     grammar: Grammar | None = None
     thinking: bool = False  # the constraint arms after </think>
     pending_ns: int = 0  # since when it waits for its grammar

@@ -10,6 +10,7 @@ import heapq
 
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
+from meshkit.traceparent import is_sampled
 from meshkit.types import NO_GRAMMAR_SERVICE, NO_LOGPROBS, PAGE_TOKENS, FinishReason
 from scheduler_svc.core import adopt, answers, door, finish, grammar
 from scheduler_svc.core.request import Phase, Request, Seq, pages_for
@@ -144,6 +145,7 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         arrival=st.arrivals,
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
+        traceparent=sub.traceparent if is_sampled(sub.traceparent) else "",
     )
     if sub.grammar is not None:
         req.grammar, req.thinking = st.grammars.of(sub.tenant, sub.grammar), sub.grammar.thinking

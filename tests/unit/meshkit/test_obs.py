@@ -11,7 +11,8 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from meshkit.errors import ConfigError
-from meshkit.obs import Metrics, Tracing, is_sampled, kv, new_traceparent, setup_logging, start_tracing
+from meshkit.obs import Metrics, Tracing, kv, setup_logging, start_tracing
+from meshkit.traceparent import is_sampled, new_traceparent
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -5,7 +5,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from meshkit.core import Called, Send, Tick
 from meshkit.frames import Envelope, SlotInit, StepFrame, Submit, SubmitChoice, TokenFrame
-from meshkit.obs import new_traceparent, start_tracing
+from meshkit.obs import start_tracing
+from meshkit.traceparent import new_traceparent
 from meshkit.types import FinishReason, SamplingParams
 from scheduler_svc import spans
 from scheduler_svc.spans import RequestSpans
@@ -80,10 +81,13 @@ def drive(traceparent):
 
 def test_stages_of_a_sampled_request():
     found = {span.name: span for span in drive(new_traceparent())}
-    assert list(found) == ["scheduler.queue", "worker.prefill", "worker.decode"]
-    assert all(span.end_time - span.start_time == 10 * MS for span in found.values())
-    assert found["worker.prefill"].attributes["gen_ai.usage.input_tokens"] == 7
-    assert found["worker.decode"].attributes["gen_ai.usage.output_tokens"] == 3
+    assert list(found) == ["scheduler.queue", "scheduler.run"]
+    queue, run = found.values()
+    assert queue.end_time - queue.start_time == 10 * MS and run.end_time - run.start_time == 20 * MS
+    assert queue.end_time == run.start_time
+    assert run.attributes["gen_ai.usage.input_tokens"] == 7
+    assert run.attributes["gen_ai.usage.output_tokens"] == 3
+    assert run.events[0].timestamp - run.start_time == 10 * MS
 
 
 def test_unsampled_requests_leave_no_span():

@@ -103,12 +103,15 @@ class CompileRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     GRAMMAR_REV_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.GrammarKind.ValueType
     text: _builtins.str
     tenant: _builtins.str
     """bounds how much one tenant may queue"""
     grammar_rev: _builtins.str
     """empty, or the revision that the caller's outputs were made under"""
+    traceparent: _builtins.str
+    """W3C, of a sampled request that waits for it"""
     def __init__(
         self,
         *,
@@ -116,10 +119,11 @@ class CompileRequest(_message.Message):
         text: _builtins.str = ...,
         tenant: _builtins.str = ...,
         grammar_rev: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_rev", b"grammar_rev", "kind", b"kind", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grammar_rev", b"grammar_rev", "kind", b"kind", "tenant", b"tenant", "text", b"text", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

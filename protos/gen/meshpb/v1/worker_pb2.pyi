@@ -227,6 +227,7 @@ class SlotInit(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     GRAMMAR_ID_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     slot_gen: _builtins.int
     request_id: _builtins.bytes
@@ -245,6 +246,8 @@ class SlotInit(_message.Message):
     """16 bytes, or empty: unconstrained"""
     thinking: _builtins.bool
     """the constraint arms after </think>"""
+    traceparent: _builtins.str
+    """W3C, of sampled requests only"""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -263,10 +266,11 @@ class SlotInit(_message.Message):
         prompt: _builtins.bytes = ...,
         grammar_id: _builtins.bytes = ...,
         thinking: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "emitted", b"emitted", "grammar_id", b"grammar_id", "n_emitted", b"n_emitted", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "slot_gen", b"slot_gen", "start", b"start", "thinking", b"thinking"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "emitted", b"emitted", "grammar_id", b"grammar_id", "n_emitted", b"n_emitted", "params", b"params", "prompt", b"prompt", "request_id", b"request_id", "seed", b"seed", "slot", b"slot", "slot_gen", b"slot_gen", "start", b"start", "thinking", b"thinking", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
