@@ -136,6 +136,7 @@ class MessagesAnswer:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": output_tokens,
+            "output_tokens_details": {"thinking_tokens": self._generation.reasoning_tokens if output_tokens else 0},
             "service_tier": "standard",
         }
 

@@ -1,10 +1,11 @@
-"""LiteLLM, LangChain, OpenAI's agents and Pydantic AI as their users install them, against the real mesh.
+"""LiteLLM, LangChain, OpenAI's agents, Pydantic AI and Vercel's AI SDK as their users install them, on the real mesh.
 
 Chat, streams and rounds with a tool, through all three dialects. They bring 90 packages (480 MB), so they live in an
 environment of their own that is made for this test alone.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,14 @@ PACKAGES = (
     "langchain-anthropic==1.7.10",
     "openai-agents==0.24.0",
     "pydantic-ai-slim[openai,anthropic]==2.68.0",
+)
+NPM_PACKAGES = (
+    "ai@6.0.326",
+    "@ai-sdk/anthropic@3.0.140",
+    "@ai-sdk/deepseek@2.0.69",
+    "@ai-sdk/openai@3.0.141",
+    "@ai-sdk/openai-compatible@2.0.92",
+    "zod@4.6.7",
 )
 CHECKS = (
     "litellm hosted_vllm",
@@ -60,3 +69,16 @@ def test_unmodified(python, url, check):
         assert len(seen["story"]) > 40
     if "answer" in seen:
         assert "17" in seen["answer"] and "windy" in seen["answer"]
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
+def test_ai_sdk(url, tmp_path):
+    script = shutil.copy(SCRIPT.with_suffix(".mjs"), tmp_path)
+    subprocess.run(["npm", "install", "--silent", "--no-audit", *NPM_PACKAGES], cwd=tmp_path, check=True, timeout=600)
+    done = subprocess.run(["node", script, url], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    assert set(seen) == {"responses", "chat", "messages", "compatible", "deepseek"}
+    for name, answers in seen.items():
+        assert answers["text"] == answers["streamed"] and "windy" in answers["text"], name
+    assert all(seen[name]["object"]["city"] in ("Paris", "Rome") for name in ("responses", "chat"))
