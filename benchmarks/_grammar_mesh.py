@@ -180,7 +180,7 @@ async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any],
 
 KILL_SCHEMA: Final = {"type": "array", "items": {"type": "string", "maxLength": 300}, "minItems": 60}
 BEFORE_S: Final = 4.0
-AFTER_S: Final = 20.0
+AFTER_S: Final = 120.0
 
 
 async def kill(url: str, vocabulary: Vocabulary, *, both: bool, streams: int) -> dict[str, float | int | str]:
