@@ -135,7 +135,8 @@ class MaskBook:
         with self._changed:
             found = [self._find(ask) for ask in asks]
             missing = found.count(None)
-            end = began + (ALONE_S if alone and missing == len(asks) else wait_s if self._attached else 0.0)
+            alone = alone and missing == len(asks)
+            end = began + (wait_s + ALONE_S if alone else wait_s if self._attached else 0.0)
             while missing and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
                 found = [self._find(ask) for ask in asks]

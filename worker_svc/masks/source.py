@@ -73,8 +73,8 @@ class MaskSource(Protocol):
     def take(self, asks: Sequence[Ask], out: MaskRows, *, wait_s: float, alone: bool) -> list[Answer]:
         """One answer per ask. `out` [sum of places, words] gets the rows of those that are READY, in order.
 
-        Waits at most `wait_s`; longer, up to `book.ALONE_S`, if no mask has come and `alone` says that the step does
-        nothing but the rows asked for.
+        Waits at most `wait_s`; longer, by up to `book.ALONE_S`, if no mask has come and `alone` says that the step
+        does nothing but the rows asked for.
         """
         ...
 

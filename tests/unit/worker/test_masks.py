@@ -177,6 +177,7 @@ class TestBook:
         assert timed(*asks, wait_s=0.0005)[1] < 0.1
         answers, took = timed(*asks, wait_s=0.0005, alone=True)
         assert answers == [PARKED, PARKED] and took > 0.19
+        assert timed(*asks, wait_s=0.2, alone=True)[1] > 0.39, "a forward still runs for 0.2 s"
         later = threading.Timer(0.02, lambda: [rig.deliver(0, 0, rows=row(4)), rig.deliver(1, 0, rows=row(4))])
         later.start()
         answers, took = timed(*asks, wait_s=10, alone=False)
