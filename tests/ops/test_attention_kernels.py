@@ -134,8 +134,11 @@ def test_latent_rows(q_lora, bf16):
 
 
 @pytest.mark.parametrize(("heads", "index_heads", "padded"), [(4, 4, 32), (12, 64, 64)])
-def test_query_heads(heads, index_heads, padded):
+@pytest.mark.parametrize("few", [0, 64])
+def test_query_heads(heads, index_heads, padded, few, monkeypatch):
     from worker_svc.ops.query_heads import triton
+
+    monkeypatch.setattr(triton, "FEW_TOKENS", few)
 
     generator = seeded("query", heads)
     positions = torch.tensor([0, 1000, -1], dtype=torch.int32)

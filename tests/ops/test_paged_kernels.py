@@ -70,7 +70,7 @@ def test_chunk_lists():
     from worker_svc.ops.step_lists import triton
 
     table = random_table(3, 16, 2)
-    spans = [(0, 0, 5), (1, 250, 8), (2, 3000, 260)]  # slot, start, length
+    spans = [(0, 0, 5), (1, 250, 8), (2, 3000, 195)]  # slot, start, length
     positions = torch.cat([torch.arange(start, start + n) for _, start, n in spans] + [ints(-1)]).int()
     slots = torch.cat([torch.full((n,), slot) for slot, _, n in spans] + [ints(0)]).int()
     last = torch.cat([torch.full((n,), start + n - 1) for _, start, n in spans] + [ints(-1)]).int()
@@ -87,7 +87,7 @@ def test_chunk_lists():
     assert got.window_index[5, :51].tolist() == list(range(int(own[5]) - 50, int(own[5]) + 1))
     assert (got.window_index[5, 51:] == -1).all()
     # Only the last RING tokens of the long row stay in the ring.
-    assert (got.window_write[13:-1] >= 0).tolist() == [False] * 68 + [True] * 192
+    assert (got.window_write[13:-1] >= 0).tolist() == [False] * 3 + [True] * 192
     assert got.c128_len[13] == 128 + 23 and got.c128_index[13, 128 + 22] == c128[13] + 22
     assert got.c4_len[13] == 750 and (got.c4_index[13, 128:] == -1).all()
 
@@ -207,7 +207,7 @@ def test_verify_rows_and_a_row_in_the_middle_of_a_window():
     assert float((mine - theirs).norm() / theirs.norm()) < 2e-3
 
 
-@pytest.mark.parametrize(("k", "tile"), [(64, 4096), (512, 4096), (64, 128), (512, 1024)])
+@pytest.mark.parametrize(("k", "tile"), [(64, 4096), (64, 512), (512, 1024)])
 def test_selection_takes_the_highest_and_among_equals_the_first(k, tile, monkeypatch):
     from worker_svc.ops.top_entries import triton
 

@@ -37,6 +37,17 @@ def turn_pairs(x, cos, sin):
 
 
 @triton.jit
+def pair_turns(turn, pair, FIRST: tl.constexpr):
+    """cos and sin of pairs [n] (leading dims of 1 allowed) of a vector whose pairs FIRST .. FIRST + 31 turn; 1 and 0 of
+    the others. `turn`: the position's 32 (cos, sin)."""
+    both = tl.arange(0, 2)
+    angle = turn + (pair - FIRST)[:, None] * 2 + both[None, :]
+    turning = (pair >= FIRST)[:, None] & (both >= 0)[None, :]
+    still = tl.where(both == 0, 1.0, 0.0)[None, :]
+    return tl.split(tl.load(angle, mask=turning, other=0.0) + tl.where(turning, 0.0, still))
+
+
+@triton.jit
 def store_row(y, pool, row, page_bytes, BF16: tl.constexpr):
     """y FP32 [8, 64] into row `row` of the pool, in its format."""
     block = tl.arange(0, 8)[:, None]

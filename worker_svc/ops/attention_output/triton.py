@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.triton_numbers import pow2_scale
-from worker_svc.ops.triton_rows import codes_of, inverse
+from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
 HEADS = 4
 
@@ -37,13 +37,11 @@ def _kernel(
     place = tl.arange(0, 128)[None, :]
     source = o + (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
     x = tl.load(source + place, mask=known, other=0.0).to(tl.float32)
-    turning = known & (block % 4 == 3)[:, None] & (place >= 64)
-    other = tl.load(source + (place ^ 1), mask=turning, other=0.0).to(tl.float32)
     turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
-    angle = turn + (place - 64) // 2 * 2 + block[:, None] * 0
-    cos = tl.load(angle, mask=turning, other=1.0)
-    sin = tl.load(angle + 1, mask=turning, other=0.0)
-    y = x * cos + other * tl.where(place % 2 == 0, sin, -sin)
+    cos, sin = pair_turns(turn, tl.arange(0, 64), 32)
+    last = (block % 4 == 3)[:, None]
+    cos, sin = tl.where(last, cos[None, :], 1.0), tl.where(last, -sin[None, :], 0.0)
+    y = tl.reshape(turn_pairs(tl.reshape(x, (HEADS * 4, 64, 2)), cos, sin), (HEADS * 4, 128))
     factor = pow2_scale(tl.max(tl.abs(y), 1))
     target = codes + (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
     tl.store(target + place, codes_of(y, inverse(factor)[:, None]), mask=known)

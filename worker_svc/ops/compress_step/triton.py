@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
-from worker_svc.ops.triton_hadamard import sign_matrix
-from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
+from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import PAGE, codes_of, inverse, store_row, turn_pairs
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 COPY = 512
 SLOTS = 16
+CHUNK_GROUP = 16
 
 
 @triton.jit
@@ -41,14 +41,16 @@ def _keep(raw, ape, target, FIRST: tl.constexpr, WIDTH: tl.constexpr, COPY: tl.c
 @triton.jit
 def _slots(
     raw, raw_stride, ape, states, token, position, slot, start, offset, column,
-    RATIO: tl.constexpr, ring, WIDTH: tl.constexpr,
+    RATIO: tl.constexpr, ring, WIDTH: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """FP32 [n, E] of column `column` [n, E] of the states at position + offset [n]; whatever at negative positions."""
+    """FP32 [n, E] of column `column` [n, E] of the states at position + offset [n]; whatever at negative positions.
+    BIAS: these are z columns, to which ape is added (in the ring it has been already)."""
     at = position + offset
     own = (at >= start)[:, None]
     old = ((at < start) & (at >= 0))[:, None]
     new = tl.load(raw + (token + offset).to(tl.int64)[:, None] * raw_stride + column, mask=own, other=0.0)
-    new += tl.load(ape + (tl.maximum(at, 0) % RATIO)[:, None] * WIDTH + column, mask=own, other=0.0)
+    if BIAS:
+        new += tl.load(ape + (tl.maximum(at, 0) % RATIO)[:, None] * WIDTH + column, mask=own, other=0.0)
     row = (slot * ring + tl.maximum(at, 0) % ring).to(tl.int64)
     return tl.where(own, new, tl.load(states + row[:, None] * WIDTH + column, mask=old, other=0.0))
 
@@ -62,9 +64,9 @@ def _entry_c4(
     slot_number = tl.arange(0, 8)
     offset = slot_number - 7
     column = FIRST + tl.where(slot_number < 4, 0, SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
-    values = _slots(raw, raw_stride, ape, states, token, position, slot, start, offset, column, 4, ring, WIDTH)
+    values = _slots(raw, raw_stride, ape, states, token, position, slot, start, offset, column, 4, ring, WIDTH, False)
     column += 2 * SIZE
-    scores = _slots(raw, raw_stride, ape, states, token, position, slot, start, offset, column, 4, ring, WIDTH)
+    scores = _slots(raw, raw_stride, ape, states, token, position, slot, start, offset, column, 4, ring, WIDTH, True)
     scores = tl.where((position + offset >= 0)[:, None], scores, float("-inf"))
     weight = tl.exp(scores - tl.max(scores, 0)[None, :])
     return tl.sum(weight * values, 0) / tl.sum(weight, 0)
@@ -82,10 +84,12 @@ def _entry_c128(
     mixed = tl.zeros((SIZE,), tl.float32)
     for begin in range(0, 128, SLOTS):
         offset = begin + tl.arange(0, SLOTS) - 127
-        values = _slots(raw, raw_stride, ape, states, token, position, slot, start, offset, column, 128, ring, WIDTH)
+        values = _slots(
+            raw, raw_stride, ape, states, token, position, slot, start, offset, column, 128, ring, WIDTH, False
+        )  # fmt: skip
         scores = _slots(
-            raw, raw_stride, ape, states, token, position, slot, start, offset, column + SIZE, 128, ring, WIDTH
-        )
+            raw, raw_stride, ape, states, token, position, slot, start, offset, column + SIZE, 128, ring, WIDTH, True
+        )  # fmt: skip
         highest = tl.maximum(top, tl.max(scores, 0))
         weight = tl.exp(scores - highest[None, :])
         kept = tl.exp(top - highest)
@@ -114,58 +118,82 @@ def _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO:
 
 
 @triton.jit
-def _store_index(entry, norm, turns, position, row, pool, page_bytes, signs, eps):
+def _signs(a, b):
+    """(-1)^popcount(a & b) of numbers below 16."""
+    bits = a & b
+    bits ^= bits >> 2
+    bits ^= bits >> 1
+    return 1.0 - 2.0 * (bits & 1).to(tl.float32)
+
+
+@triton.jit
+def _hadamard(y):
+    """FP32 [8, 16], 128 values in order, transformed: the matrix of 128 is the product of those of 8 and 16."""
+    i = tl.arange(0, 8)
+    j = tl.arange(0, 16)
+    y = tl.sum(y[:, :, None] * _signs(j[:, None], j[None, :])[None, :, :], 1)
+    return tl.sum(y[:, None, :] * _signs(i[:, None], i[None, :])[:, :, None], 0) * 0.08838834764831845
+
+
+@triton.jit
+def _store_index(entry, norm, turns, position, row, pool, page_bytes, eps):
     turn = turns + (position + 1 - 4).to(tl.int64) * 64
-    y = tl.reshape(_normed(entry, norm, turn, eps, 128), (1, 128))
-    line = tl.arange(0, 16)[:, None]
-    place = tl.arange(0, 128)[None, :]
-    y = tl.where(line == 0, y, 0.0)
-    high = to_bf16(y)
-    low = to_bf16(y - high.to(tl.float32))
-    matrix = tl.load(signs + tl.arange(0, 128)[:, None] * 128 + place)
-    turned = dot(high, matrix, tl.zeros((16, 128), tl.float32))
-    turned = dot(low, matrix, turned) * 0.08838834764831845
-    scale = pow2_scale(tl.max(tl.abs(turned), 1))
+    turned = _hadamard(tl.reshape(_normed(entry, norm, turn, eps, 128), (8, 16)))
+    scale = pow2_scale(tl.max(tl.max(tl.abs(turned), 1), 0))
     page = pool + (row // PAGE).to(tl.int64) * page_bytes
+    place = tl.arange(0, 8)[:, None] * 16 + tl.arange(0, 16)[None, :]
     target = (page + (row % PAGE) * 128).to(tl.pointer_type(tl.float8e4nv))
-    tl.store(target + place + line * 0, codes_of(turned, inverse(scale)[:, None]), mask=line == 0)
-    factor = (page + PAGE * 128).to(tl.pointer_type(tl.float32)) + row % PAGE
-    tl.store(factor + tl.arange(0, 16) * 0, scale, mask=tl.arange(0, 16) == 0)
+    tl.store(target + place, codes_of(turned, inverse(scale)))
+    tl.store((page + PAGE * 128).to(tl.pointer_type(tl.float32)) + row % PAGE, scale)
+
+
+@triton.jit
+def _keep_own(
+    raw, raw_stride, ape, states, token, position, slot, side, ring,
+    RATIO: tl.constexpr, WIDTH: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """The token's state into the ring: each side its own columns."""
+    if position >= 0:
+        target = states + (slot * ring + position % ring).to(tl.int64) * WIDTH
+        source = raw + token.to(tl.int64) * raw_stride
+        bias = ape + (position % RATIO) * WIDTH
+        if side == 0:
+            _keep(source, bias, target, 0, 2048 if RATIO == 4 else 1024, COPY)
+        else:
+            _keep(source, bias, target, 2048, 512, COPY)
 
 
 @triton.jit
 def _kernel(
     raw, raw_stride, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, page_bytes,
-    index_norm, index_pool, index_page_bytes, signs, ring, eps,
+    index_norm, index_pool, index_page_bytes, ring, tokens, eps,
     RATIO: tl.constexpr, BF16: tl.constexpr, KEEP: tl.constexpr, SLOTS: tl.constexpr, COPY: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    position = tl.load(positions + token)
-    if position >= 0:
-        slot = tl.load(slots + token)
-        row = tl.load(write_rows + token)
-        start = tl.load(positions + tl.load(first_token + token))
-        width: tl.constexpr = 2560 if RATIO == 4 else 1024
-        # Which side a C128 program takes is known when it is compiled: only one side of it exists.
-        if RATIO == 4:
-            if tl.program_id(1) == 0:
-                if row >= 0:
-                    entry = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 0, 512, width)
-                    _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
-            elif row >= 0:
-                entry = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 2048, 128, width)
-                _store_index(entry, index_norm, turns, position, row, index_pool, index_page_bytes, signs, eps)
-        elif row >= 0:
-            entry = _entry_c128(raw, raw_stride, ape, states, token, position, slot, start, ring, 512, width, SLOTS)
-            _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
-        if KEEP:
-            target = states + (slot * ring + position % ring).to(tl.int64) * width
-            source = raw + token.to(tl.int64) * raw_stride
-            bias = ape + (position % RATIO) * width
-            if tl.program_id(1) == 0:
-                _keep(source, bias, target, 0, 2048 if RATIO == 4 else 1024, COPY)
+    """GROUP tokens, one after the other; side 0 is the main compressor's, side 1 the indexer's."""
+    side = tl.program_id(1)
+    width: tl.constexpr = 2560 if RATIO == 4 else 1024
+    for number in range(GROUP):
+        token = tl.program_id(0) * GROUP + number
+        inside = token < tokens
+        position = tl.load(positions + token, mask=inside, other=-1)
+        row = tl.load(write_rows + token, mask=inside, other=-1)
+        slot = tl.load(slots + token, mask=inside, other=0)
+        if (position >= 0) & (row >= 0):
+            start = tl.load(positions + tl.load(first_token + token))
+            # Which side a C128 program takes is known when it is compiled: only one side of it exists.
+            if RATIO == 4:
+                if side == 0:
+                    main = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 0, 512, width)
+                    _store_main(main, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
+                else:
+                    key = _entry_c4(raw, raw_stride, ape, states, token, position, slot, start, ring, 2048, 128, width)
+                    _store_index(key, index_norm, turns, position, row, index_pool, index_page_bytes, eps)
             else:
-                _keep(source, bias, target, 2048, 512, COPY)
+                entry = _entry_c128(raw, raw_stride, ape, states, token, position, slot, start, ring, 512, width, SLOTS)
+                _store_main(entry, norm, turns, position, row, pool, page_bytes, eps, RATIO, BF16)
+        if KEEP:
+            _keep_own(raw, raw_stride, ape, states, token, position, slot, side, ring, RATIO, width, COPY)
 
 
 @triton.jit
@@ -198,16 +226,17 @@ def compress_step(
     index: IndexCompressor | None,
     keep: bool = True,
 ) -> None:
-    """See the door; without `keep` the ring is only read."""
-    _kernel[(positions.shape[0], 2 if ratio == 4 else 1)](
+    """See the door; without `keep` the ring is only read, and programs take a window's worth of tokens each."""
+    tokens = positions.shape[0]
+    group = 1 if keep else min(ratio, CHUNK_GROUP)
+    _kernel[(triton.cdiv(tokens, group), 2 if ratio == 4 else 1)](
         raw, raw.stride(0), ape, norm, turns, positions, slots, first_token, states, write_rows, pool, pool.stride(0),
         norm if index is None else index.norm,
         pool if index is None else index.pool,
         0 if index is None else index.pool.stride(0),
-        norm if index is None else sign_matrix(raw.device),
-        ring, eps,
-        RATIO=ratio, BF16=pool.shape[1] == BF16_PAGE_BYTES, KEEP=keep, SLOTS=SLOTS, COPY=COPY,
-        num_warps=8,
+        ring, tokens, eps,
+        RATIO=ratio, BF16=pool.shape[1] == BF16_PAGE_BYTES, KEEP=keep, SLOTS=SLOTS, COPY=COPY, GROUP=group,
+        num_warps=8 if ratio == 4 else 16,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Query heads and indexer queries of one token in one launch: programs of a few heads each, then the indexer's.
 
-A head is read once, its rotated pairs a second time as pairs (from the first-level cache), so that no element is
-exchanged between threads and the update can be in place. The Hadamard transform is a product with a +-1 matrix on the
+All pairs of a head turn, the unrotated ones by nothing: pairs stay inside a thread, so that no element is exchanged and
+the update can be in place. The Hadamard transform is a product with a +-1 matrix on the
 tensor cores, exact but for FP32 accumulation.
 """
 
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from worker_svc.ops.triton_hadamard import sign_matrix
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
-from worker_svc.ops.triton_rows import codes_of, inverse, turn_pairs
+from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
 if TYPE_CHECKING:
     from worker_svc.ops.query_heads import IndexQuery
 
-HEADS = 8
-INDEX_HEADS = 16
+HEADS = 4
+FEW_TOKENS = 64
+"""Up to here the indexer's heads spread over programs; beyond, reading the +-1 matrix once per token matters more."""
 
 
 @triton.jit
@@ -40,20 +41,14 @@ def _rounded(x, FP16: tl.constexpr):
 @triton.jit
 def _heads(q, q_stride, out, out_stride, turn, token, first, heads, eps, HEADS: tl.constexpr, FP16: tl.constexpr):
     head = first + tl.arange(0, HEADS)
-    known = head < heads
-    source = q + token.to(tl.int64) * q_stride + head * 512
-    target = out + token.to(tl.int64) * out_stride + head * 512
-    place = tl.arange(0, 512)[None, :]
-    x = tl.load(source[:, None] + place, mask=known[:, None], other=0.0).to(tl.float32)
-    pair = tl.arange(0, 32)
-    twin = 448 + pair[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
-    last = tl.load(source[:, None, None] + twin, mask=known[:, None, None], other=0.0).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(x * x, 1) * (1.0 / 512) + eps)
-    cos = tl.load(turn + pair * 2)[None, :]
-    sin = tl.load(turn + pair * 2 + 1)[None, :]
-    turned = turn_pairs(last * factor[:, None, None], cos, sin)
-    tl.store(target[:, None] + place, _rounded(x * factor[:, None], FP16), mask=known[:, None] & (place < 448))
-    tl.store(target[:, None, None] + twin, _rounded(turned, FP16), mask=known[:, None, None])
+    known = (head < heads)[:, None]
+    place = head[:, None] * 512 + tl.arange(0, 512)[None, :]
+    x = tl.load(q + token.to(tl.int64) * q_stride + place, mask=known, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 1) * (1.0 / 512) + eps)[:, None]
+    cos, sin = pair_turns(turn, tl.arange(0, 256), 224)
+    pairs = turn_pairs(tl.reshape(x, (HEADS, 256, 2)), cos[None, :], sin[None, :])
+    y = _rounded(tl.reshape(pairs, (HEADS, 512)), FP16)
+    tl.store(out + token.to(tl.int64) * out_stride + place, y, mask=known)
 
 
 @triton.jit
@@ -78,11 +73,8 @@ def _index(
     place = tl.arange(0, 128)[None, :]
     source = raw + token.to(tl.int64) * raw_stride + head[:, None] * 128
     x = tl.load(source + place, mask=known, other=0.0).to(tl.float32)
-    other = tl.load(source + (place ^ 1), mask=known & (place >= 64), other=0.0).to(tl.float32)
-    angle = turn + (place - 64) // 2 * 2
-    cos = tl.load(angle, mask=place >= 64, other=1.0)
-    sin = tl.load(angle + 1, mask=place >= 64, other=0.0)
-    x = x * cos + other * tl.where(place % 2 == 0, -sin, sin)
+    cos, sin = pair_turns(turn, tl.arange(0, 64), 32)
+    x = tl.reshape(turn_pairs(tl.reshape(x, (HEADS, 64, 2)), cos[None, :], sin[None, :]), (HEADS, 128))
     row = tl.arange(0, 128)[:, None]
     matrix = tl.load(signs + row * 128 + place)
     y = dot(to_bf16(x), matrix, tl.zeros((HEADS, 128), tl.float32)) * 0.08838834764831845
@@ -96,91 +88,53 @@ def _index(
 
 @triton.jit
 def _kernel(
-    q,
-    q_stride,
-    out,
-    out_stride,
-    heads,
-    turns,
-    positions,
-    eps,
-    raw,
-    raw_stride,
-    weights,
-    weights_stride,
-    codes,
-    folded,
-    signs,
-    index_heads,
-    padded,
-    constant,
-    QUERY_BLOCKS: tl.constexpr,
-    HEADS: tl.constexpr,
-    INDEX_HEADS: tl.constexpr,
-    FP16: tl.constexpr,
-):
+    q, q_stride, out, out_stride, heads, turns, positions, eps,
+    raw, raw_stride, weights, weights_stride, codes, folded, signs, index_heads, padded, constant,
+    QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, FP16: tl.constexpr,
+):  # fmt: skip
+    """QUERY_BLOCKS 0: indexer alone; INDEX_HEADS 0: heads alone. What is not there takes no registers."""
     token = tl.program_id(0)
     block = tl.program_id(1)
     turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
-    if block < QUERY_BLOCKS:
+    if INDEX_HEADS == 0:
+        _heads(q, q_stride, out, out_stride, turn, token, block * HEADS, heads, eps, HEADS, FP16)
+    elif QUERY_BLOCKS == 0:
+        _index(
+            raw, raw_stride, weights, weights_stride, codes, folded, signs, turn, token, block * INDEX_HEADS,
+            index_heads, padded, constant, INDEX_HEADS,
+        )  # fmt: skip
+    elif block < QUERY_BLOCKS:
         _heads(q, q_stride, out, out_stride, turn, token, block * HEADS, heads, eps, HEADS, FP16)
     else:
-        first = (block - QUERY_BLOCKS) * INDEX_HEADS
         _index(
-            raw,
-            raw_stride,
-            weights,
-            weights_stride,
-            codes,
-            folded,
-            signs,
-            turn,
-            token,
-            first,
-            index_heads,
-            padded,
-            constant,
-            INDEX_HEADS,
-        )
+            raw, raw_stride, weights, weights_stride, codes, folded, signs, turn, token,
+            (block - QUERY_BLOCKS) * INDEX_HEADS, index_heads, padded, constant, INDEX_HEADS,
+        )  # fmt: skip
 
 
 def query_heads(
     q: Tensor, turns: Tensor, positions: Tensor, out: Tensor, *, eps: float, index: IndexQuery | None
 ) -> None:
-    """See the door."""
+    """See the door. Many tokens take two launches: the indexer's programs need twice the registers of the heads'."""
     tokens, heads = q.shape[:2]
     blocks = triton.cdiv(heads, HEADS)
-    index_blocks, extra = 0, (q, 0, q, 0, q, q, q, 0, 0, 0.0)
+    args = (q, q.stride(0), out, out.stride(0), heads, turns, positions, eps)
+    fp16 = out.dtype == torch.float16
+    index_tile, index_blocks, extra = 0, 0, (q, 0, q, 0, q, q, q, 0, 0, 0.0)
     if index is not None:
         index_heads, padded = index.weights.shape[1], index.codes.shape[1]
-        index_blocks = triton.cdiv(padded, INDEX_HEADS)
-        signs = sign_matrix(q.device)
-        constant = 128**-0.5 * index_heads**-0.5
+        index_tile = 16 if tokens <= FEW_TOKENS else min(64, max(16, triton.next_power_of_2(padded)))
+        index_blocks = triton.cdiv(padded, index_tile)
         extra = (
-            index.raw,
-            index.raw.stride(0),
-            index.weights,
-            index.weights.stride(0),
-            index.codes,
-            index.folded,
-            signs,
-            index_heads,
-            padded,
-            constant,
+            index.raw, index.raw.stride(0), index.weights, index.weights.stride(0), index.codes, index.folded,
+            sign_matrix(q.device), index_heads, padded, 128**-0.5 * index_heads**-0.5,
+        )  # fmt: skip
+    if index is None or tokens <= FEW_TOKENS:
+        _kernel[(tokens, blocks + index_blocks)](
+            *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
         )
-    _kernel[(tokens, blocks + index_blocks)](
-        q,
-        q.stride(0),
-        out,
-        out.stride(0),
-        heads,
-        turns,
-        positions,
-        eps,
-        *extra,
-        QUERY_BLOCKS=blocks,
-        HEADS=HEADS,
-        INDEX_HEADS=INDEX_HEADS,
-        FP16=out.dtype == torch.float16,
-        num_warps=4,
+        return
+    _kernel[(tokens, blocks)](*args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4)
+    _kernel[(tokens, index_blocks)](
+        *args, *extra, QUERY_BLOCKS=0, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
     )

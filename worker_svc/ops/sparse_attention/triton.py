@@ -17,7 +17,7 @@ from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
-from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, turn_pairs
+from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
 
 LOG2E = 1.4426950408889634
 KEYS = 64
@@ -176,33 +176,29 @@ def _join(
         top = tl.maximum(top, tl.load(line + split * heads, mask=known, other=float("-inf")))
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.exp2(own - top)
-    pair = tl.arange(0, 64)[None, :, None]
-    place = pair * 2 + tl.arange(0, 2)[None, None, :]
-    source = part + (token.to(tl.int64) * splits * heads * 4 + block)[:, None, None] * 128 + place
-    y = tl.zeros((HEADS * 4, 64, 2), tl.float32)
+    place = tl.arange(0, 128)[None, :]
+    source = part + (token.to(tl.int64) * splits * heads * 4 + block)[:, None] * 128 + place
+    y = tl.zeros((HEADS * 4, 128), tl.float32)
     for split in range(splits):
         weight = tl.exp2(tl.load(line + split * heads, mask=known, other=float("-inf")) - top)
         total += weight
-        x = tl.load(source + split * heads * 512, mask=known[:, None, None], other=0.0).to(tl.float32)
-        y += x * weight[:, None, None]
-    y *= (1.0 / tl.where(total > 0, total, 1.0))[:, None, None]
-    row = (token.to(tl.int64) * heads * 4 + block)[:, None, None] * 128
+        y += tl.load(source + split * heads * 512, mask=known[:, None], other=0.0).to(tl.float32) * weight[:, None]
+    y *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    row = (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
     if QUANTISE:
         turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
-        number = tl.arange(0, 64)[None, :]
-        turning = known[:, None] & (block % 4 == 3)[:, None] & (number >= 32)
-        angle = turn + (number - 32) * 2 + block[:, None] * 0
-        cos = tl.load(angle, mask=turning, other=1.0)
-        sin = tl.load(angle + 1, mask=turning, other=0.0)
-        y = turn_pairs(y, cos, -sin)
-        factor = pow2_scale(tl.max(tl.max(tl.abs(y), 2), 1))
-        tl.store(codes + row + place, codes_of(y, inverse(factor)[:, None, None]), mask=known[:, None, None])
+        cos, sin = pair_turns(turn, tl.arange(0, 64), 32)
+        last = (block % 4 == 3)[:, None]
+        cos, sin = tl.where(last, cos[None, :], 1.0), tl.where(last, -sin[None, :], 0.0)
+        y = tl.reshape(turn_pairs(tl.reshape(y, (HEADS * 4, 64, 2)), cos, sin), (HEADS * 4, 128))
+        factor = pow2_scale(tl.max(tl.abs(y), 1))
+        tl.store(codes + row + place, codes_of(y, inverse(factor)[:, None]), mask=known[:, None])
         group = block // (per_group * 4)
         column = block % (per_group * 4)
         address = scale + token.to(tl.int64) * scale_token + group.to(tl.int64) * scale_group
         tl.store(address + column.to(tl.int64) * scale_column, factor, mask=known)
     else:
-        tl.store(out + row + place, to_bf16(y), mask=known[:, None, None])
+        tl.store(out + row + place, to_bf16(y), mask=known[:, None])
 
 
 def num_splits(tokens: int, heads: int, most_keys: int) -> int:
