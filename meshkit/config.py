@@ -70,6 +70,12 @@ def environment() -> Mapping[str, str]:
     return types.MappingProxyType(os.environ)
 
 
+def export(values: Mapping[str, str]) -> None:
+    """Set variables that libraries of this process will read; one that is set already stays as it is."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
 def env(name: str, default: str = "") -> str:
     """One variable of the environment; unset and empty are the same."""
     return os.environ.get(name) or default

@@ -4,7 +4,9 @@ Pass 1 splits tokens and channels: it mixes the sublayer's output into the strea
 mixer's products (tensor cores, BF16 streams times the mixer's high and low halves) and what the norm needs. Pass 2
 splits again: every program adds the partial sums (a few hundred numbers), so no third launch and no atomics. At few
 tokens one token is spread over many programs, and the norm's sum of squares comes from the products of the streams,
-|sum_j pre_j x_j|^2 = sum_jk pre_j pre_k <x_j, x_k>; at many tokens a program owns a token and squares what it made.
+|sum_j pre_j x_j|^2 = sum_jk pre_j pre_k <x_j, x_k>. At many tokens a program owns a token and squares what it made,
+and the mixing weights come from a launch of their own, a token per thread: eight warps repeating one Sinkhorn loop
+were most of the work.
 """
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -23,6 +25,8 @@ EMBED, OUTPUT, EXPERTS = 0, 1, 2
 _COLUMNS = Workspace.COLUMNS
 GRAM_TOKENS = 64
 """Up to here a token's channels are spread over several programs of pass 2."""
+WEIGHT_TOKENS = 32
+"""Tokens of a program that makes mixing weights, one per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +153,31 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
     pieces = triton.cdiv(width, block)
     scales = none if sf is None else sf
     twice = scales if sf2 is None else sf2
-    _collapse_norm[(asked, pieces + (rows is None))](
+    head = rows is not None
+    pre = workspace.partials[: 4 * asked] if cut.gram else workspace.weights(asked)
+    if not cut.gram:
+        _mixing_weights[(triton.cdiv(asked, WEIGHT_TOKENS),)](
+            workspace.partials,
+            mixer.scale,
+            mixer.base,
+            none if rows is None else rows,
+            pre,
+            post,
+            comb,
+            asked,
+            WIDTH=width,
+            PARTS=cut.parts,
+            HEAD=head,
+            ITERATIONS=rules.iterations,
+            EPS=rules.eps,
+            NORM_EPS=rules.norm_eps,
+            TOKENS=WEIGHT_TOKENS,
+            num_warps=max(1, WEIGHT_TOKENS // 32),
+        )
+    _collapse_norm[(asked, pieces + (cut.gram and not head))](
         x,
         workspace.partials,
+        pre,
         mixer.scale,
         mixer.base,
         norm_weight,
@@ -170,7 +196,7 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
         PARTS=cut.parts,
         PARTS_POW2=triton.next_power_of_2(cut.parts),
         GRAM=cut.gram,
-        HEAD=rows is not None,
+        HEAD=head,
         QUANT=q is not None,
         TWICE=sf2 is not None,
         ITERATIONS=rules.iterations,
@@ -247,14 +273,28 @@ def _mix_streams(
             s1 = _stream(comb_ptr, t, here, 1, p1, o, x0, x1, x2, x3)
             s2 = _stream(comb_ptr, t, here, 2, p2, o, x0, x1, x2, x3)
             s3 = _stream(comb_ptr, t, here, 3, p3, o, x0, x1, x2, x3)
+        if GRAM:
+            # Before the stores, which no load may pass: the next mixer's rows are on their way meanwhile.
+            h0, l0 = _mixer_rows(high_ptr, low_ptr, 0, d, column, WIDTH, OUTPUTS)
+            h1, l1 = _mixer_rows(high_ptr, low_ptr, WIDTH, d, column, WIDTH, OUTPUTS)
+            h2, l2 = _mixer_rows(high_ptr, low_ptr, 2 * WIDTH, d, column, WIDTH, OUTPUTS)
+            h3, l3 = _mixer_rows(high_ptr, low_ptr, 3 * WIDTH, d, column, WIDTH, OUTPUTS)
         tl.store(new_ptr + at, s0, mask=live)
         tl.store(new_ptr + at + WIDTH, s1, mask=live)
         tl.store(new_ptr + at + 2 * WIDTH, s2, mask=live)
         tl.store(new_ptr + at + 3 * WIDTH, s3, mask=live)
-        mixes = _project(s0, high_ptr, low_ptr, 0, d, column, mixes, WIDTH, OUTPUTS)
-        mixes = _project(s1, high_ptr, low_ptr, WIDTH, d, column, mixes, WIDTH, OUTPUTS)
-        mixes = _project(s2, high_ptr, low_ptr, 2 * WIDTH, d, column, mixes, WIDTH, OUTPUTS)
-        mixes = _project(s3, high_ptr, low_ptr, 3 * WIDTH, d, column, mixes, WIDTH, OUTPUTS)
+        if not GRAM:
+            h0, l0 = _mixer_rows(high_ptr, low_ptr, 0, d, column, WIDTH, OUTPUTS)
+        mixes = _project(s0, h0, l0, mixes)
+        if not GRAM:
+            h1, l1 = _mixer_rows(high_ptr, low_ptr, WIDTH, d, column, WIDTH, OUTPUTS)
+        mixes = _project(s1, h1, l1, mixes)
+        if not GRAM:
+            h2, l2 = _mixer_rows(high_ptr, low_ptr, 2 * WIDTH, d, column, WIDTH, OUTPUTS)
+        mixes = _project(s2, h2, l2, mixes)
+        if not GRAM:
+            h3, l3 = _mixer_rows(high_ptr, low_ptr, 3 * WIDTH, d, column, WIDTH, OUTPUTS)
+        mixes = _project(s3, h3, l3, mixes)
         f0 = s0.to(tl.float32)
         f1 = s1.to(tl.float32)
         f2 = s2.to(tl.float32)
@@ -290,19 +330,25 @@ def _stream(comb_ptr, t, here, k, post, o, x0, x1, x2, x3):
 
 
 @triton.jit
-def _project(s, high_ptr, low_ptr, offset, d, column, mixes, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr):
-    """mixes += s @ (high + low)^T for one stream's channels d."""
+def _mixer_rows(high_ptr, low_ptr, offset, d, column, WIDTH: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Both halves of the mixer for one stream's channels d: BF16 [channels, 32] each."""
     at = column[None, :] * (4 * WIDTH) + (offset + d)[:, None]
     kept = (column < OUTPUTS)[None, :] & (d < WIDTH)[:, None]
+    return tl.load(high_ptr + at, mask=kept, other=0.0), tl.load(low_ptr + at, mask=kept, other=0.0)
+
+
+@triton.jit
+def _project(s, high, low, mixes):
+    """mixes += s @ (high + low)."""
     s = pinned(s)
-    mixes = dot(s, tl.load(high_ptr + at, mask=kept, other=0.0), mixes)
-    return dot(s, tl.load(low_ptr + at, mask=kept, other=0.0), mixes)
+    return dot(s, low, dot(s, high, mixes))
 
 
 @triton.jit(do_not_specialize=["sf_token", "sf_block", "twice_token", "twice_block"])
 def _collapse_norm(
     x_ptr,
     part_ptr,
+    pre_ptr,
     scale_ptr,
     base_ptr,
     norm_ptr,
@@ -346,24 +392,28 @@ def _collapse_norm(
     x1 = tl.load(x + WIDTH, mask=live, other=0.0)
     x2 = tl.load(x + 2 * WIDTH, mask=live, other=0.0)
     x3 = tl.load(x + 3 * WIDTH, mask=live, other=0.0)
-    total = _total(parts, 32, s, PARTS)
     if GRAM:
+        g0 = _total(parts, 32, s, PARTS)
         g1 = _total(parts, 33, s, PARTS)
         g2 = _total(parts, 34, s, PARTS)
         g3 = _total(parts, 35, s, PARTS)
-        g0 = total
-        total = g0 + g1 + g2 + g3
-    factor = tl.rsqrt(total * (1.0 / (4 * WIDTH)) + NORM_EPS)
+        factor = tl.rsqrt((g0 + g1 + g2 + g3) * (1.0 / (4 * WIDTH)) + NORM_EPS)
     if piece == PIECES:
-        _post_comb(
-            parts, s, factor, scale_ptr, base_ptr, post_ptr + row * 4, comb_ptr + row * 16, PARTS, ITERATIONS, EPS
-        )
+        if GRAM:
+            at_comb = comb_ptr + row * 16
+            _post_comb(parts, s, factor, scale_ptr, base_ptr, post_ptr + row * 4, at_comb, PARTS, ITERATIONS, EPS)
     else:
-        a = tl.load(scale_ptr) * factor
-        w0 = _gate(_total(parts, 0, s, PARTS) * a + tl.load(base_ptr)) + EPS
-        w1 = _gate(_total(parts, 1, s, PARTS) * a + tl.load(base_ptr + 1)) + EPS
-        w2 = _gate(_total(parts, 2, s, PARTS) * a + tl.load(base_ptr + 2)) + EPS
-        w3 = _gate(_total(parts, 3, s, PARTS) * a + tl.load(base_ptr + 3)) + EPS
+        if GRAM:
+            a = tl.load(scale_ptr) * factor
+            w0 = _gate(_total(parts, 0, s, PARTS) * a + tl.load(base_ptr)) + EPS
+            w1 = _gate(_total(parts, 1, s, PARTS) * a + tl.load(base_ptr + 1)) + EPS
+            w2 = _gate(_total(parts, 2, s, PARTS) * a + tl.load(base_ptr + 2)) + EPS
+            w3 = _gate(_total(parts, 3, s, PARTS) * a + tl.load(base_ptr + 3)) + EPS
+        else:
+            w0 = tl.load(pre_ptr + row * 4)
+            w1 = tl.load(pre_ptr + row * 4 + 1)
+            w2 = tl.load(pre_ptr + row * 4 + 2)
+            w3 = tl.load(pre_ptr + row * 4 + 3)
         v = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32) + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32)
         v = to_bf16(v).to(tl.float32)
         if GRAM:
@@ -386,6 +436,94 @@ def _collapse_norm(
             tl.store(sf_ptr + row64 * sf_token + b * sf_block, scale, mask=b * 128 < WIDTH)
             if TWICE:
                 tl.store(twice_ptr + row64 * twice_token + b * twice_block, scale, mask=b * 128 < WIDTH)
+
+
+@triton.jit(do_not_specialize=["asked"])
+def _mixing_weights(
+    part_ptr,
+    scale_ptr,
+    base_ptr,
+    rows_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    asked,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """pre, and post and comb where there is no head, of TOKENS tokens: everything here is a vector over tokens."""
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    here = row < asked
+    t = row
+    if HEAD:
+        t = tl.load(rows_ptr + row, mask=here, other=0)
+    parts = part_ptr + t.to(tl.int64) * (42 * PARTS)
+    total = _column(parts, 32, here, PARTS)
+    factor = tl.rsqrt(total * (1.0 / (4 * WIDTH)) + NORM_EPS)
+    a = tl.load(scale_ptr) * factor
+    for k in tl.static_range(4):
+        gate = _gate(_column(parts, k, here, PARTS) * a + tl.load(base_ptr + k))
+        tl.store(pre_ptr + row * 4 + k, gate + EPS, mask=here)
+    if not HEAD:
+        a = tl.load(scale_ptr + 1) * factor
+        for k in tl.static_range(4):
+            gate = _gate(_column(parts, 4 + k, here, PARTS) * a + tl.load(base_ptr + 4 + k))
+            tl.store(post_ptr + row * 4 + k, 2.0 * gate, mask=here)
+        a = tl.load(scale_ptr + 2) * factor
+        c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, PARTS, EPS)
+        c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, PARTS, EPS)
+        c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, PARTS, EPS)
+        c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, PARTS, EPS)
+        c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
+        c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
+        c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
+        c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+        for _ in range(ITERATIONS - 1):
+            c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
+            c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
+            c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
+            c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
+            c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
+            c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
+            c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
+            c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+        comb = comb_ptr + row * 16
+        _store_columns(comb, here, c00, c01, c02, c03)
+        _store_columns(comb + 4, here, c10, c11, c12, c13)
+        _store_columns(comb + 8, here, c20, c21, c22, c23)
+        _store_columns(comb + 12, here, c30, c31, c32, c33)
+
+
+@triton.jit
+def _column(parts, column, here, PARTS: tl.constexpr):
+    """One column's sum for a vector of tokens."""
+    total = tl.load(parts + column * PARTS, mask=here, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + column * PARTS + part, mask=here, other=0.0)
+    return total
+
+
+@triton.jit
+def _softmax_columns(parts, here, column, a, base_ptr, PARTS: tl.constexpr, EPS: tl.constexpr):
+    """One row of comb before the Sinkhorn loop, for a vector of tokens."""
+    r0 = _column(parts, column, here, PARTS) * a + tl.load(base_ptr + column)
+    r1 = _column(parts, column + 1, here, PARTS) * a + tl.load(base_ptr + column + 1)
+    r2 = _column(parts, column + 2, here, PARTS) * a + tl.load(base_ptr + column + 2)
+    r3 = _column(parts, column + 3, here, PARTS) * a + tl.load(base_ptr + column + 3)
+    return _softmax(r0, r1, r2, r3, EPS)
+
+
+@triton.jit
+def _store_columns(at, here, a, b, c, d):
+    tl.store(at, a, mask=here)
+    tl.store(at + 1, b, mask=here)
+    tl.store(at + 2, c, mask=here)
+    tl.store(at + 3, d, mask=here)
 
 
 @triton.jit
@@ -448,6 +586,12 @@ def _softmax_row(parts, s, column, a, base_ptr, PARTS: tl.constexpr, EPS: tl.con
     r1 = _total(parts, column + 1, s, PARTS) * a + tl.load(base_ptr + column + 1)
     r2 = _total(parts, column + 2, s, PARTS) * a + tl.load(base_ptr + column + 2)
     r3 = _total(parts, column + 3, s, PARTS) * a + tl.load(base_ptr + column + 3)
+    return _softmax(r0, r1, r2, r3, EPS)
+
+
+@triton.jit
+def _softmax(r0, r1, r2, r3, EPS: tl.constexpr):
+    """Softmax of four numbers, plus eps each."""
     top = tl.maximum(tl.maximum(r0, r1), tl.maximum(r2, r3))
     e0, e1, e2, e3 = tl.exp(r0 - top), tl.exp(r1 - top), tl.exp(r2 - top), tl.exp(r3 - top)
     share = 1.0 / ((e0 + e1) + (e2 + e3))

@@ -37,10 +37,10 @@ def tile_fp8(rows: int, columns: int, inner: int) -> Tile:
 
 def tile_bf16(rows: int, columns: int, inner: int) -> Tile:
     """As `tile_fp8`, for twice the bytes."""
-    step = 128 if inner % 128 == 0 else 64
+    step = 256 if inner % 256 == 0 else 128 if inner % 128 == 0 else 64
     if columns >= 16384:
-        return Tile(64, step, 4, 4)
-    return Tile(16, step, 6 if rows <= 16 else 4, 2 if rows <= 16 else 4)
+        return Tile(64, min(step, 128), 4, 4)
+    return Tile(16, step, 4 if rows <= 16 else 3, 2 if rows <= 16 else 4)
 
 
 def fp8_grouped(
@@ -83,6 +83,7 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> No
     if rows == 0:
         return
     tile = tile or tile_bf16(rows, columns, inner)
+    steps = triton.cdiv(triton.cdiv(inner, tile.inner), parts)
     _bf16[(triton.cdiv(columns, tile.columns), parts)](
         x,
         weight,
@@ -91,7 +92,8 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> No
         x.stride(0),
         COLUMNS=columns,
         INNER=inner,
-        STEPS=triton.cdiv(triton.cdiv(inner, tile.inner), parts),
+        STEPS=steps,
+        EVEN=steps * parts * tile.inner == inner,
         ROWS=_row_tile(rows),
         TILE=tile.columns,
         STEP=tile.inner,
@@ -170,6 +172,7 @@ def _bf16(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     STEPS: tl.constexpr,
+    EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
@@ -186,9 +189,13 @@ def _bf16(
     w = w_ptr + n[:, None].to(tl.int64) * INNER + k[None, :]
     acc = tl.zeros((TILE, ROWS), tl.float32)
     for step in range(STEPS):
-        left = INNER - step * STEP
-        weight = tl.load(w, mask=inside[:, None] & (k < left)[None, :], other=0.0, eviction_policy="evict_first")
-        acc = dot(weight, tl.load(x, mask=here[None, :] & (k < left)[:, None], other=0.0), acc)
+        if EVEN:  # a mask along K would break the loads into pairs of bytes
+            weight = tl.load(w, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
+            acc = dot(weight, tl.load(x, mask=here[None, :], other=0.0), acc)
+        else:
+            left = INNER - step * STEP
+            weight = tl.load(w, mask=inside[:, None] & (k < left)[None, :], other=0.0, eviction_policy="evict_first")
+            acc = dot(weight, tl.load(x, mask=here[None, :] & (k < left)[:, None], other=0.0), acc)
         x += STEP
         w += STEP
     out = out_ptr + (part * rows + m)[None, :].to(tl.int64) * COLUMNS + n[:, None]

@@ -51,9 +51,10 @@ def _launch(logits, bias, table, ids, experts, weights, factor, positions, *, ha
         K=experts.shape[1],
         K_POW2=triton.next_power_of_2(experts.shape[1]),
         PARTS=parts,
+        PARTS_POW2=triton.next_power_of_2(parts),
         HASHED=hashed,
         PADDED=positions is not None,
-        num_warps=1,
+        num_warps=1 if parts == 1 else 4,
     )
 
 
@@ -73,6 +74,7 @@ def _select(
     K: tl.constexpr,
     K_POW2: tl.constexpr,
     PARTS: tl.constexpr,
+    PARTS_POW2: tl.constexpr,
     HASHED: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -80,9 +82,12 @@ def _select(
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_POW2)
     there = e < EXPERTS
-    v = tl.zeros((EXPERTS_POW2,), tl.float32)
-    for part in tl.static_range(PARTS):
-        v += tl.load(logits_ptr + part * part_stride + t * EXPERTS + e, mask=there, other=0.0)
+    if PARTS == 1:
+        v = tl.load(logits_ptr + t * EXPERTS + e, mask=there, other=0.0)
+    else:  # all parts at once: one after the other they would take a latency each
+        part = tl.arange(0, PARTS_POW2)
+        at = logits_ptr + part[:, None] * part_stride + t * EXPERTS + e[None, :]
+        v = tl.sum(tl.load(at, mask=(part < PARTS)[:, None] & there[None, :], other=0.0), 0)
     scores = tl.sqrt(tl.maximum(v, 0.0) + _log1p(tl.exp(-tl.abs(v))))
     live = True
     if PADDED:
