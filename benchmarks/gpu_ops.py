@@ -187,7 +187,7 @@ def boundary_cuts(bench: Bench) -> None:
         x, new, o = bench.randn(t, 4, D), bench.empty(t, 4, D), bench.randn(t, D)
         post, comb = (bench.randn(t, n, dtype=torch.float32).sigmoid() for n in (4, 16))
         results, usual = [], triton.split
-        for rows, channels, warps in ((16, 64, 4), (16, 128, 4), (16, 128, 8), (32, 64, 8), (32, 32, 4), (64, 32, 8)):
+        for rows, channels, warps in ((16, 64, 4), (16, 128, 8), (32, 64, 8), (64, 32, 4), (64, 32, 8), (64, 64, 8)):
             for parts in (2, 4, 8):
                 for stages in (1, 2):
                     if t // rows * parts < 128 or (stages == 2 and parts == 8):
@@ -352,12 +352,12 @@ def skinny(bench: Bench, rows: Sequence[int], *, tune: bool) -> None:
 def _fp8_tiles(rows: int, columns: int, inner: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
+    shapes = ((16, 2, 512, 4), (16, 2, 512, 8), (32, 2, 512, 4), (32, 4, 512, 4), (64, 4, 256, 6), (64, 4, 512, 3))
     found = []
-    for width, warps in ((16, 2), (32, 2), (32, 4), (64, 4)):
-        for step, stages in ((256, 6), (512, 3), (512, 4), (512, 8), (1024, 3)):
-            room = (width + max(8, rows)) * step * stages
-            if inner % (2 * step) == 0 and room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
-                found.append(Tile(width, step, stages, warps))
+    for width, warps, step, stages in shapes:
+        room = (width + max(8, rows)) * step * stages
+        if inner % (2 * step) == 0 and room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
+            found.append(Tile(width, step, stages, warps))
     return found
 
 
@@ -365,11 +365,10 @@ def _bf16_tiles(rows: int, columns: int) -> list[Any]:
     from worker_svc.ops.skinny_gemm.triton import Tile
 
     found = []
-    for width, warps in ((16, 2), (32, 4)):
-        for step, stages in ((128, 8), (256, 4), (512, 3), (512, 4)):
-            room = (width + max(8, rows)) * step * stages * 2
-            if room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
-                found.append(Tile(width, step, stages, warps))
+    for width, warps, step, stages in ((16, 2, 256, 4), (16, 2, 512, 3), (16, 4, 512, 2), (32, 4, 256, 4)):
+        room = (width + max(8, rows)) * step * stages * 2
+        if room <= 200 << 10 and (rows <= 32 or warps == 4) and width <= columns:
+            found.append(Tile(width, step, stages, warps))
     return found
 
 
@@ -600,6 +599,55 @@ def expert_tiles(bench: Bench) -> None:
             line = ", ".join(f"{label} {micros:.1f}" for micros, label in sorted(results))
             print(f"{name} {t} tokens, floor {moved / BANDWIDTH * 1e6:.1f} us: {line}", flush=True)
             bench.metrics[f"tiles_{name}_{t}"] = line
+    _prefill_tiles(bench, layer)
+
+
+def _prefill_tiles(bench: Bench, layer: Any) -> None:
+    """Other tiles of the FP8 expert products at prefill sizes."""
+    import json
+
+    from worker_svc.ops.expert_sort import allocate, sort_slots
+    from worker_svc.ops.quant_fp8 import quantise_rows
+
+    changes = [
+        {"block_shape": (m, n, 128), "warp_shape": (m, n // 8, 128), "num_stages": stages}
+        for m in (96, 112, 128, 144, 160, 192, 224)
+        for n in (128, 256)
+        for stages in (3, 4)
+    ]
+    product: Any
+    with ThreadPoolExecutor(16) as pool:
+        base = {product: product.tile(4096, K, "fp8") for product in (layer._up, layer._down)}
+        jobs = {(p, str(c)): pool.submit(p.prepare, json.dumps(base[p] | c)) for p in base for c in changes}
+        fine = {key for key, job in jobs.items() if job.exception() is None}
+    print(f"{len(fine)} of {len(jobs)} prefill tiles compile", flush=True)
+    for t in (4096, 16384):
+        ids = torch.rand(t, EXPERTS, device=bench.device).topk(K, 1).indices.int().contiguous()
+        for product, columns, inner, k in ((layer._up, 2 * INNER, D, K), (layer._down, D, INNER, 1)):
+            rows = t if k == K else t * K
+            x8 = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device=bench.device)
+            scale = torch.empty(rows, inner // 128, device=bench.device)
+            quantise_rows(torch.randn(rows, inner, device=bench.device, dtype=torch.bfloat16), x8, scale)
+            out = torch.empty(t * K, columns, dtype=torch.bfloat16, device=bench.device)
+            results = []
+            for change in [{}, *changes]:
+                if change and (product, str(change)) not in fine:
+                    continue
+                tile = (base[product] if change else product.tile(t, K, "fp8")) | change
+                order = allocate(t, K, EXPERTS, tile["block_shape"][0], bench.device)
+                sort_slots(ids, order)
+                try:
+                    micros = bench.time([partial(product, x8, scale, order, k, json.dumps(tile), out)], 5)
+                except Exception as error:  # noqa: BLE001 - a tile that does not run is a result
+                    print(f"  {change}: {type(error).__name__}")
+                    continue
+                label = f"{tile['block_shape']} x{tile['num_stages']}" if change else f"default {tile['block_shape']}"
+                results.append((micros, label))
+            name = "w13" if k == K else "w2"
+            line = "; ".join(f"{label} {micros:.0f}" for micros, label in sorted(results)[:5])
+            usual = next(micros for micros, label in results if label.startswith("default"))
+            print(f"prefill {name} {t} tokens, default {usual:.0f} us: {line}", flush=True)
+            bench.metrics[f"prefill_tiles_{name}_{t}"] = line
 
 
 # Sampling
