@@ -30,6 +30,7 @@ from worker_svc.ops.slot_step import MAX_STOPS, Field
 NUMERICS = Numerics(activations="fp8", kv="fp8_e4m3", indexer="fp8")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 SLOTS, PAGES, TAILS = 3, 12, 3
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,14 @@ def cpu():
 @pytest.fixture(scope="module")
 def loaded():
     checkpoint = load_checkpoint(NANO, check_values=False)
-    return checkpoint.config, WeightLoader(checkpoint, torch.device("cpu")).model()
+    return checkpoint.config, WeightLoader(checkpoint, CPU).model()
 
 
 @pytest.fixture
 def gpu(cpu, loaded):
     config, weights = loaded
     layout = KvLayout(config=config, numerics=NUMERICS, max_verify=1)
-    pools = GpuPools(layout, slots=SLOTS, pages=PAGES, tails=TAILS, device=torch.device("cpu"))
+    pools = GpuPools(layout, slots=SLOTS, pages=PAGES, tails=TAILS, device=CPU)
     model = Transformer(weights, config, pools, max_context=PAGES * 256, max_tokens=512)
     return GpuExecutor(model=model, pools=pools, info=cpu.info, rules=cpu.rules, max_rows=SLOTS)
 
@@ -95,6 +96,22 @@ def test_prefill_decode_and_a_second_chunk_agree_with_the_cpu_model(cpu, gpu, te
             assert tokens[0] == tokens[1]
         # Both go on with the same token, so that one flipped choice does not end the comparison.
         gpu.slots.tables.fields[Field.NEXT, 1] = cpu._resident.places[1].next
+
+
+def test_bf16_keys_are_served_as_the_check(loaded, text):
+    config, weights = loaded
+    numerics = Numerics(activations="fp8", kv="bf16", indexer="fp8")
+    theirs = CpuExecutor.load(NANO, numerics=numerics, slots=1, pages=2, tails=1, max_verify=1)
+    pools = GpuPools(KvLayout(config=config, numerics=numerics, max_verify=1), slots=1, pages=2, tails=1, device=CPU)
+    model = Transformer(weights, config, pools, max_context=512, max_tokens=512)
+    ours = GpuExecutor(model=model, pools=pools, info=theirs.info, rules=theirs.rules, max_rows=1)
+    found, wanted = seen(ours), seen(theirs)
+    for executor in (ours, theirs):
+        executor.run(StepWork(inits=(init(0),), rows=(chunk(0, text[:150], 0, [0]),)))
+    ours.slots.tables.fields[Field.NEXT, 0] = theirs._resident.places[0].next
+    for executor in (ours, theirs):
+        executor.run(StepWork(rows=(RowWork(slot=0, pages=[0]),)))
+    assert all(torch.cosine_similarity(a[:1], b).item() > 0.99 for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_tail_of_a_chunk_resumes_where_the_sequence_went_on(gpu, text):
@@ -249,11 +266,11 @@ def test_what_it_cannot_do_is_said_before_the_step(gpu, text):
     with pytest.raises(ValueError, match="drafts"):
         gpu.launch(StepWork(rows=(chunk(0, text[:3], 0, [1], sample_last=2),)))
     with pytest.raises(ValueError, match="stop ids"):
-        DeviceSlots(1, 1, torch.device("cpu")).init((init(0, stops=frozenset(range(MAX_STOPS + 1))),))
+        DeviceSlots(1, 1, CPU).init((init(0, stops=frozenset(range(MAX_STOPS + 1))),))
 
 
 def test_pages_that_join_a_table_are_sent_and_others_are_not_read_again():
-    slots = DeviceSlots(2, 8, torch.device("cpu"))
+    slots = DeviceSlots(2, 8, CPU)
     slots.init((init(1),))
     pages = [5, 6]
     slots.take_pages([RowWork(slot=1, pages=pages)])
@@ -269,7 +286,7 @@ def test_sizes_are_those_of_the_formats(loaded):
     config, _ = loaded
     layout = KvLayout(config=config, numerics=NUMERICS, max_verify=1)
     sizes = GpuSizes(layout)
-    pools = GpuPools(layout, slots=2, pages=32, tails=2, device=torch.device("cpu"))
+    pools = GpuPools(layout, slots=2, pages=32, tails=2, device=CPU)
     expected = 2 * sizes.bytes_per_slot + 32 * sizes.bytes_per_page + 2 * sizes.bytes_per_tail
     assert pools.num_bytes == expected
     with pytest.raises(ShapeError, match="hidden_size is 200"):
