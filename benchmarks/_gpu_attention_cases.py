@@ -8,7 +8,7 @@ from torch import Tensor
 
 from worker_svc.ops import attention_output, kv_rows, step_lists
 from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step, state_width
-from worker_svc.ops.index_scores import deep_gemm
+from worker_svc.ops.index_scores import ScorePlan, deep_gemm
 from worker_svc.ops.index_scores import triton as score_kernels
 from worker_svc.ops.latent_rows import latent_rows
 from worker_svc.ops.paged_attention import paged_attention
@@ -135,7 +135,7 @@ class Decode:
 
     def score_library(self) -> None:
         args = (self.codes, self.folded, self.index, self.table, self.slots, self.lists.c4_len)
-        deep_gemm.paged_scores(*args, self.width)
+        deep_gemm.paged_scores(*args, self.width, self.score_plan)
 
     def select(self) -> None:
         top_rows(self.scores, self.lists.c4_len, self.slots, self.table, self.rows)
@@ -157,11 +157,18 @@ class Decode:
         q = self.half if half else self.heads
         paged_attention(q, *self.near, *far, w.sink, SCALE, w.turns, self.positions, self.out_codes, self.out_scale)
 
-    def attend(self, splits: int, *, half: bool) -> None:
-        attention_kernels.attend(self.half if half else self.heads, *self.near, *self.far, SCALE, splits)
+    def attend(self, splits: int, tile: attention_kernels.Tile, *, half: bool) -> None:
+        q = self.half if half else self.heads
+        attention_kernels.attend(q, *self.near, *self.far, SCALE, splits, tile)
 
     def library(self, far: tuple[Tensor, Tensor, Tensor]) -> None:
         flash_mla.decode_attention(self.heads, *self.near, *far, self.weights.sink, SCALE, self.plan)
+
+    @property
+    def score_plan(self) -> ScorePlan:
+        if not hasattr(self, "_score_plan"):
+            self._score_plan = ScorePlan()
+        return self._score_plan
 
     @property
     def plan(self) -> DecodePlan:
@@ -199,7 +206,7 @@ class Chunk:
         torch.manual_seed(1)
         self.tokens, self.weights = tokens, Weights(tokens)
         self.positions = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
-        self.slots, self.first = ints(tokens), ints(tokens)
+        self.slots, self.first, self.zero = ints(tokens), ints(tokens), ints(1)
         self.last = torch.full_like(self.positions, tokens - 1)
         pages = tokens // 256
         self.table = torch.randperm(pages, device=DEVICE).view(1, pages).int()
@@ -229,7 +236,7 @@ class Chunk:
         self.queries()
 
     def step(self) -> None:
-        args = (self.positions, self.slots, self.last, self.table, ints(1), ints(1), self.own, self.base, self.base)
+        args = (self.positions, self.slots, self.last, self.table, self.zero, self.zero, self.own, self.base, self.base)
         step_lists.chunk_lists(*args, ring=RING, out=self.lists)
 
     def latents(self) -> None:

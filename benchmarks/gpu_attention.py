@@ -21,6 +21,9 @@ from benchmarks._gpu_attention_cases import CHUNK_OPS, DECODE_OPS, Chunk, Decode
 TITLE = "GPU attention kernels: error against torch, microseconds per launch (needs a GPU)"
 
 Metrics = dict[str, float | int | str]
+FEW_TILES = ((32, 64, 8, 1), (32, 16, 4, 1), (32, 32, 4, 1), (64, 16, 4, 1), (64, 64, 8, 2))
+MANY_TILES = ((64, 64, 8, 1), (64, 64, 8, 2), (32, 64, 8, 2))
+"""Keys, heads, warps, stages."""
 
 
 def run(args: list[str]) -> Metrics:
@@ -28,6 +31,9 @@ def run(args: list[str]) -> Metrics:
     parser = argparse.ArgumentParser(prog="gpu_attention")
     parser.add_argument("--tune", action="store_true", help="time tiles of the attention kernel")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--only", default="", help="operations to time, comma separated; all if empty")
+    parser.add_argument("--batches", default="1,8,64,256", help="tokens of the decode steps at 4K")
+    parser.add_argument("--long", action=argparse.BooleanOptionalAction, default=True, help="64K and 1M contexts")
     options = parser.parse_args(args)
     if not torch.cuda.is_available():
         raise SystemExit("gpu_attention needs an NVIDIA GPU; on a CPU `pytest tests/ops` runs the same kernels")
@@ -36,9 +42,11 @@ def run(args: list[str]) -> Metrics:
     with torch.inference_mode():
         if not options.no_checks:
             metrics |= _checked()
-        for tokens, context in ((1, 4096), (8, 4096), (64, 4096), (256, 4096), (8, 65536), (1, 1 << 20)):
-            metrics |= _decode_times(tokens, context, tune=options.tune)
-        metrics |= _chunk_times(4096)
+        only = {name for name in options.only.split(",") if name}
+        steps = [(int(tokens), 4096) for tokens in options.batches.split(",")]
+        for tokens, context in steps + ([(8, 65536), (1, 1 << 20)] if options.long else []):
+            metrics |= _decode_times(tokens, context, only, tune=options.tune)
+        metrics |= _chunk_times(4096, only)
     return metrics
 
 
@@ -50,11 +58,13 @@ def _checked() -> Metrics:
     return found
 
 
-def _decode_times(tokens: int, context: int, *, tune: bool) -> Metrics:
+def _decode_times(tokens: int, context: int, only: set[str], *, tune: bool) -> Metrics:
     layers = [Decode(tokens, context, seed) for seed in range(8 if tokens < 64 and context < 1 << 20 else 3)]
     found: Metrics = {}
     label = f"b{tokens}_{context // 1024}k"
     for name, op in DECODE_OPS.items():
+        if only and name not in only:
+            continue
         micros = _time([partial(op, layer) for layer in layers])
         if micros is not None:
             found[f"{name}_{label}_us"] = round(micros, 2)
@@ -64,10 +74,12 @@ def _decode_times(tokens: int, context: int, *, tune: bool) -> Metrics:
     return found
 
 
-def _chunk_times(tokens: int) -> Metrics:
+def _chunk_times(tokens: int, only: set[str]) -> Metrics:
     chunk = Chunk(tokens)
     found: Metrics = {}
     for name, op in CHUNK_OPS.items():
+        if only and name not in only:
+            continue
         micros = _time([partial(op, chunk)])
         if micros is not None:
             found[f"{name}_p{tokens}_us"] = round(micros, 2)
@@ -76,21 +88,17 @@ def _chunk_times(tokens: int) -> Metrics:
 
 
 def _tiles(layers: Sequence[Decode], label: str) -> Metrics:
-    """Times of `attend` alone over keys per tile, warps, stages, splits, and the type of the queries."""
-    from worker_svc.ops.sparse_attention import triton as kernels
+    """Times of `attend` alone over its tiles, numbers of splits, and the type of the queries."""
+    from worker_svc.ops.sparse_attention.triton import Tile
 
     found: Metrics = {}
-    built_in = kernels.KEYS, kernels.WARPS, kernels.STAGES
-    tokens = layers[0].tokens
-    for keys, warps, stages, half in itertools.product((32, 64), (8,), (1, 2), (True, False)):
-        kernels.KEYS, kernels.WARPS, kernels.STAGES = keys, warps, stages
-        for splits in sorted({1, 2, 3, 5, 10, 20} if tokens < 64 else {1, 2, 3}):
-            micros = _time([partial(layer.attend, splits, half=half) for layer in layers])
-            if micros is not None:
-                found[f"attend_{label}_k{keys}_w{warps}_s{stages}_n{splits}_{'f16' if half else 'bf16'}_us"] = round(
-                    micros, 2
-                )
-    kernels.KEYS, kernels.WARPS, kernels.STAGES = built_in
+    few = layers[0].tokens < 64
+    tiles = [Tile(keys, heads, warps, stages) for keys, heads, warps, stages in (FEW_TILES if few else MANY_TILES)]
+    for tile, splits, half in itertools.product(tiles, (5, 10, 20) if few else (1, 2), (True, False)):
+        micros = _time([partial(layer.attend, splits, tile, half=half) for layer in layers])
+        if micros is not None:
+            shape = f"k{tile.keys}_h{tile.heads}_w{tile.warps}_s{tile.stages}_n{splits}"
+            found[f"attend_{label}_{shape}_{'f16' if half else 'bf16'}_us"] = round(micros, 2)
     best = sorted(found.items(), key=lambda item: float(item[1]))[:6]
     print("  best tiles:", *(f"{name}={value}" for name, value in best), sep="\n    ", flush=True)
     return found

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from worker_svc.ops.sparse_attention.triton import attend, join_quantised, num_splits
+from worker_svc.ops.sparse_attention.triton import attend, join_quantised
 
 
 def paged_attention(
@@ -21,7 +21,5 @@ def paged_attention(
     code_scale: Tensor,
 ) -> None:
     """See the door."""
-    most = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
-    splits = num_splits(q.shape[0], q.shape[1], most)
-    part, lse = attend(q, window, window_rows, window_len, entries, entry_rows, entry_len, scale, splits)
+    part, lse = attend(q, window, window_rows, window_len, entries, entry_rows, entry_len, scale)
     join_quantised(part, lse, sink, turns, positions, codes, code_scale)

@@ -10,6 +10,8 @@ a launch and a trip through memory.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -20,13 +22,25 @@ from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
 
 LOG2E = 1.4426950408889634
-KEYS = 64
-HEADS = 64
-WARPS = 8
-STAGES = 1
-JOIN_HEADS = 4
 SM_FILL = 132
 """Programs that make a Hopper GPU busy; more splits than that only add work."""
+JOIN_VALUES = 8192
+"""FP16 values that a joining program holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Keys and heads of one step of a program, its warps, and stages of the loop over keys."""
+
+    keys: int = 64
+    heads: int = 64
+    warps: int = 8
+    stages: int = 2
+
+
+FEW_TOKENS = 4
+TILE_FEW, TILE_MANY = Tile(keys=32, stages=1), Tile()
+"""Measured on an H200 at 640 keys: few tokens want many short splits, many tokens whole tiles and loads ahead."""
 
 
 @triton.jit
@@ -162,7 +176,7 @@ def _attend(
 def _join(
     part, lse, sink, out, turns, positions, codes, scale, scale_token, scale_group, scale_column,
     heads, per_group, splits,
-    HEADS: tl.constexpr, QUANTISE: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token in blocks of 128 dims: weighted sum of the splits, as BF16 or turned back as E4M3."""
     token = tl.program_id(0)
@@ -170,20 +184,20 @@ def _join(
     head = block // 4
     known = block < heads * 4
     own = tl.load(sink + head, mask=known, other=0.0) * 1.4426950408889634
-    line = lse + token.to(tl.int64) * splits * heads + head
-    top = own
-    for split in range(splits):
-        top = tl.maximum(top, tl.load(line + split * heads, mask=known, other=float("-inf")))
+    split = tl.arange(0, SPLITS)
+    inside = (split < splits)[:, None] & known[None, :]
+    line = lse + (token.to(tl.int64) * splits + split)[:, None] * heads + head[None, :]
+    each = tl.load(line, mask=inside, other=float("-inf"))
+    place = tl.arange(0, 128)
+    source = part + (token.to(tl.int64) * splits + split)[:, None, None] * heads * 512
+    source += block[None, :, None] * 128 + place[None, None, :]
+    x = tl.load(source, mask=inside[:, :, None], other=0.0).to(tl.float32)
+    top = tl.maximum(own, tl.max(each, 0))
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.exp2(own - top)
-    place = tl.arange(0, 128)[None, :]
-    source = part + (token.to(tl.int64) * splits * heads * 4 + block)[:, None] * 128 + place
-    y = tl.zeros((HEADS * 4, 128), tl.float32)
-    for split in range(splits):
-        weight = tl.exp2(tl.load(line + split * heads, mask=known, other=float("-inf")) - top)
-        total += weight
-        y += tl.load(source + split * heads * 512, mask=known[:, None], other=0.0).to(tl.float32) * weight[:, None]
-    y *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    weight = tl.exp2(each - top[None, :])
+    total = tl.exp2(own - top) + tl.sum(weight, 0)
+    y = tl.sum(x * weight[:, :, None], 0) * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    place = place[None, :]
     row = (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
     if QUANTISE:
         turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
@@ -201,18 +215,20 @@ def _join(
         tl.store(out + row + place, to_bf16(y), mask=known[:, None])
 
 
-def num_splits(tokens: int, heads: int, most_keys: int) -> int:
-    """Key splits for a launch: as many as fill the GPU, none shorter than KEYS."""
-    groups = tokens * _blocks(heads, _head_tile(heads))
-    return max(1, min(_blocks(most_keys, KEYS), SM_FILL // groups))
+def tile_for(tokens: int, heads: int) -> Tile:
+    """The tile of a launch; models with few heads have smaller ones."""
+    tile = TILE_FEW if tokens <= FEW_TOKENS else TILE_MANY
+    return replace(tile, heads=min(tile.heads, max(16, 1 << (heads - 1).bit_length())))
+
+
+def num_splits(tokens: int, heads: int, most_keys: int, tile: Tile) -> int:
+    """Key splits for a launch: as many as fill the GPU, none shorter than a tile."""
+    groups = tokens * _blocks(heads, tile.heads)
+    return max(1, min(_blocks(most_keys, tile.keys), SM_FILL // groups, 32))
 
 
 def _blocks(size: int, tile: int) -> int:
     return -(-size // tile)
-
-
-def _head_tile(heads: int) -> int:
-    return min(HEADS, max(16, 1 << (heads - 1).bit_length()))
 
 
 def attend(
@@ -224,16 +240,20 @@ def attend(
     entry_rows: Tensor | None,
     entry_len: Tensor | None,
     scale: float,
-    splits: int,
+    splits: int | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q FP16 or BF16 -> FP16 [T, splits, H, 512] outputs of the splits, each normalised, and FP32 [T, splits, H] log2
     of their sums."""
+    tile = tile or tile_for(q.shape[0], q.shape[1])
+    most = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
+    splits = splits or num_splits(q.shape[0], q.shape[1], most, tile)
     fp8 = window.shape[1] != BF16_PAGE_BYTES
     assert entries is None or entries.stride(0) == window.stride(0), "both pools have one row format"
     near = (window, window.stride(0), window_rows, window_len)
     if entries is None or entry_rows is None or entry_len is None:
-        return _launch(q, near, None, scale, splits, fp8=fp8)
-    return _launch(q, near, (entries, entry_rows, entry_len), scale, splits, fp8=fp8)
+        return _launch(q, near, None, scale, splits, tile, fp8=fp8)
+    return _launch(q, near, (entries, entry_rows, entry_len), scale, splits, tile, fp8=fp8)
 
 
 def _launch(
@@ -242,6 +262,7 @@ def _launch(
     far: tuple[Tensor, Tensor, Tensor] | None,
     scale: float,
     splits: int,
+    tile: Tile,
     *,
     fp8: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -252,13 +273,12 @@ def _launch(
     assert q.stride(2) == 1 and q.stride(1) == 512 and window_rows.stride(1) == entry_rows.stride(1) == 1, q.stride()
     part = torch.empty(tokens, splits, heads, 512, dtype=torch.float16, device=q.device)
     lse = torch.empty(tokens, splits, heads, device=q.device)
-    tile = _head_tile(heads)
-    _attend[(tokens, splits, _blocks(heads, tile))](
+    _attend[(tokens, splits, _blocks(heads, tile.heads))](
         q, q.stride(0), heads, window, page_bytes, window_rows, window_rows.stride(0), window_len,
         entries.data_ptr() - window.data_ptr(), entry_rows, entry_rows.stride(0), entry_len,
         part, lse, scale * LOG2E, splits,
-        FP8=fp8, FP16=q.dtype == torch.float16, ENTRIES=far is not None, KEYS=KEYS, HEADS=tile,
-        num_warps=WARPS, num_stages=STAGES,
+        FP8=fp8, FP16=q.dtype == torch.float16, ENTRIES=far is not None, KEYS=tile.keys, HEADS=tile.heads,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return part, lse
 
@@ -266,10 +286,10 @@ def _launch(
 def join(part: Tensor, lse: Tensor, sink: Tensor, out: Tensor) -> None:
     """out BF16 [T, H, 512] of the splits and the sink FP32 [H]."""
     tokens, splits, heads = lse.shape
-    _join[(tokens, _blocks(heads, JOIN_HEADS))](
-        part, lse, sink, out, lse, lse, out, lse, 0, 0, 0, heads, 1, splits, HEADS=JOIN_HEADS, QUANTISE=False,
-        num_warps=4,
-    )  # fmt: skip
+    grid, tiles = _join_shape(tokens, splits, heads)
+    _join[grid](
+        part, lse, sink, out, lse, lse, out, lse, 0, 0, 0, heads, 1, splits, **tiles, QUANTISE=False, num_warps=4
+    )
 
 
 def join_quantised(
@@ -277,10 +297,18 @@ def join_quantised(
 ) -> None:
     """The joined output as `ops.attention_output` leaves it: codes E4M3 [T, G, H / G * 512], scale FP32 [T, G, ...]."""
     tokens, splits, heads = lse.shape
-    _join[(tokens, _blocks(heads, JOIN_HEADS))](
+    grid, tiles = _join_shape(tokens, splits, heads)
+    _join[grid](
         part, lse, sink, codes, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], splits,
-        HEADS=JOIN_HEADS, QUANTISE=True, num_warps=4,
+        **tiles, QUANTISE=True, num_warps=4,
     )  # fmt: skip
+
+
+def _join_shape(tokens: int, splits: int, heads: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and tile of the joining pass: all splits of as many heads as fit."""
+    padded = 1 << (splits - 1).bit_length()
+    tile = max(1, min(4, JOIN_VALUES // (512 * padded)))
+    return (tokens, _blocks(heads, tile)), {"SPLITS": padded, "HEADS": tile}
 
 
 def sparse_decode(
@@ -296,9 +324,7 @@ def sparse_decode(
     out: Tensor,
 ) -> None:
     """See `decode_attention` of the door."""
-    most = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
-    splits = num_splits(q.shape[0], q.shape[1], most)
-    part, lse = attend(q, window, window_rows, window_len, entries, entry_rows, entry_len, scale, splits)
+    part, lse = attend(q, window, window_rows, window_len, entries, entry_rows, entry_len, scale)
     join(part, lse, sink, out)
 
 
@@ -307,5 +333,7 @@ def sparse_prefill(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: 
     assert keys.is_contiguous() and keys.dtype == torch.bfloat16, (keys.dtype, keys.stride())
     length = torch.full((q.shape[0],), index.shape[1], dtype=torch.int32, device=q.device)
     near = (keys.view(torch.uint8), BF16_PAGE_BYTES, index, length)
-    part, lse = _launch(q, near, None, scale, num_splits(q.shape[0], q.shape[1], index.shape[1]), fp8=False)
+    tile = tile_for(q.shape[0], q.shape[1])
+    splits = num_splits(q.shape[0], q.shape[1], index.shape[1], tile)
+    part, lse = _launch(q, near, None, scale, splits, tile, fp8=False)
     join(part, lse, sink, out)
