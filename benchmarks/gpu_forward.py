@@ -1,6 +1,6 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers (single kernels:
+Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers (kernels alone:
 `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all, with the counted bytes and
 operations, after every section.
 """

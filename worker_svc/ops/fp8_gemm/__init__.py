@@ -10,7 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.fp8_gemm import ref
+from worker_svc.ops.skinny_gemm import MAX_ROWS
 
 BLOCK: Final = 128
 SKINNY_ROWS: Final = 0
@@ -43,9 +45,10 @@ class Fp8Matrix:
 def fp8_gemm(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
     """[T, K] times [N, K] transposed -> BF16 [T, N], FP32 sums."""
     assert x.codes.shape[1] == weight.codes.shape[1], (x.codes.shape, weight.codes.shape)
-    if not x.codes.is_cuda:
+    chosen = _backend(x.codes)
+    if chosen == "torch":
         return ref.fp8_gemm(x.codes, x.scale, weight.codes, weight.scale)
-    if x.codes.shape[0] <= SKINNY_ROWS:
+    if chosen == "triton":
         from worker_svc.ops.skinny_gemm import fp8
 
         out = torch.empty(x.codes.shape[0], weight.codes.shape[0], dtype=torch.bfloat16, device=x.codes.device)
@@ -53,6 +56,16 @@ def fp8_gemm(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
     from worker_svc.ops.fp8_gemm import deep_gemm
 
     return deep_gemm.fp8_gemm(x.codes, x.scale, weight.codes, weight.scale)
+
+
+def _backend(codes: Tensor) -> str:
+    """Of a product with these rows: our kernel only while they are few."""
+    if not codes.is_cuda:
+        return "torch"
+    chosen, rows = registry.backend("fp8_gemm"), codes.shape[0]
+    if chosen == "triton":
+        return chosen if rows <= MAX_ROWS else "torch"
+    return "triton" if chosen == "deep_gemm" and rows <= SKINNY_ROWS else chosen
 
 
 def empty_groups(rows: int, groups: int, width: int, device: torch.device) -> Fp8Rows:
@@ -65,9 +78,10 @@ def empty_groups(rows: int, groups: int, width: int, device: torch.device) -> Fp
 def fp8_grouped(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
     """Block-diagonal product (wo_a): x [T, G, K], weight [G, R, K] -> BF16 [T, G, R]."""
     assert x.codes.shape[1:] == (weight.codes.shape[0], weight.codes.shape[2]), (x.codes.shape, weight.codes.shape)
-    if not x.codes.is_cuda:
+    chosen = _backend(x.codes)
+    if chosen == "torch":
         return ref.fp8_grouped(x.codes, x.scale, weight.codes, weight.scale)
-    if x.codes.shape[0] <= SKINNY_ROWS:
+    if chosen == "triton":
         from worker_svc.ops.skinny_gemm import fp8_grouped as skinny
 
         shape = (x.codes.shape[0], *weight.codes.shape[:2])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.index_scores import ref, rows_ref
 
 LIBRARY_HEADS = (32, 64)
@@ -29,6 +30,14 @@ def select_entries(scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """
     assert visible.dtype == torch.int64 and visible.shape == scores.shape[:1]
     return ref.select_entries(scores, visible, k)
+
+
+def _backend(codes: Tensor) -> str:
+    """Of scores with these queries: the library takes two numbers of heads."""
+    if not codes.is_cuda:
+        return "torch"
+    chosen = registry.backend("index_scores")
+    return "triton" if chosen == "deep_gemm" and codes.shape[1] not in LIBRARY_HEADS else chosen
 
 
 class ScorePlan:
@@ -51,9 +60,10 @@ def paged_scores(
     """codes E4M3 [T, h, 128], folded FP32 [T, h], keys uint8 [pages, 8448], table int32 [slots, pages per slot], slots
     and lengths int32 [T] -> FP32 [T, most or more]; only the first lengths[t] columns of a row mean anything."""
     assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and folded.shape == codes.shape[:2]
-    if not codes.is_cuda:
+    chosen = _backend(codes)
+    if chosen == "torch":
         return rows_ref.paged_scores(codes, folded, keys, table, slots, lengths, most)
-    if codes.shape[1] in LIBRARY_HEADS:
+    if chosen == "deep_gemm":
         from worker_svc.ops.index_scores import deep_gemm
 
         return deep_gemm.paged_scores(codes, folded, keys, table, slots, lengths, most, plan or ScorePlan())
@@ -70,9 +80,10 @@ def ragged_scores(
     """codes E4M3 [T, h, 128], folded FP32 [T, h], keys E4M3 [S, 128] with key_scale FP32 [S]; query t meets keys
     first[t] .. last[t] - 1 (int32, at most `most`) -> FP32 [T, most or more], column 0 = key first[t]."""
     assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and folded.shape == codes.shape[:2]
-    if not codes.is_cuda:
+    chosen = _backend(codes)
+    if chosen == "torch":
         return rows_ref.ragged_scores(codes, folded, keys, key_scale, first, last, most)
-    if codes.shape[1] in LIBRARY_HEADS:
+    if chosen == "deep_gemm":
         from worker_svc.ops.index_scores import deep_gemm
 
         return deep_gemm.ragged_scores(codes, folded, keys, key_scale, first, last, most)

@@ -11,13 +11,13 @@ def paged_scores(
     codes: Tensor, folded: Tensor, keys: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, most: int
 ) -> Tensor:
     """See the door."""
-    entry = torch.arange(most, dtype=torch.int32).expand(codes.shape[0], -1)
+    entry = torch.arange(most, dtype=torch.int32, device=codes.device).expand(codes.shape[0], -1)
     rows = entry_rows(table, slots.clamp(min=0).long(), entry, 4)
     rows = torch.where(entry < lengths.unsqueeze(1), rows, -1)
-    logits = torch.zeros(codes.shape[0], most)
+    logits = torch.zeros(codes.shape[0], most, device=codes.device)
     for token in range(codes.shape[0]):
-        gathered = torch.empty(most, INDEX_DIM, dtype=torch.float8_e4m3fn)
-        scale = torch.empty(most)
+        gathered = torch.empty(most, INDEX_DIM, dtype=torch.float8_e4m3fn, device=codes.device)
+        scale = torch.empty(most, device=codes.device)
         gather_index_rows(keys, rows[token].contiguous(), gathered, scale)
         logits[token] = _scores(codes[token], folded[token], gathered, scale)
     return logits
@@ -27,7 +27,7 @@ def ragged_scores(
     codes: Tensor, folded: Tensor, keys: Tensor, key_scale: Tensor, first: Tensor, last: Tensor, most: int
 ) -> Tensor:
     """See the door."""
-    logits = torch.zeros(codes.shape[0], most)
+    logits = torch.zeros(codes.shape[0], most, device=codes.device)
     for token in range(codes.shape[0]):
         met = slice(int(first[token]), int(last[token]))
         scores = _scores(codes[token], folded[token], keys[met], key_scale[met])

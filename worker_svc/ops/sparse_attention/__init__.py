@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
+from worker_svc.ops.kv_rows import FP8_PAGE_BYTES
 from worker_svc.ops.sparse_attention import ref, rows_ref
 
 KEY_BLOCK = ref.KEY_BLOCK
@@ -31,6 +33,15 @@ def sparse_attention(
         return ref.sparse_attention(q, keys, allowed, sink, scale)
     assert allowed is not None and keys.shape[0] % KEY_BLOCK == 0
     return ref.blocked_attention(q, keys, allowed, sink, scale)
+
+
+def _backend(q: Tensor, pool: Tensor | None) -> str:
+    """Of attention with these queries: the library takes two numbers of heads, and pools of FP8 rows."""
+    if not q.is_cuda:
+        return "torch"
+    chosen = registry.backend("sparse_attention")
+    served = q.shape[1] in LIBRARY_HEADS and (pool is None or pool.shape[1] == FP8_PAGE_BYTES)
+    return "triton" if chosen == "flash_mla" and not served else chosen
 
 
 class DecodePlan:
@@ -56,13 +67,14 @@ def decode_attention(
     -1 = none; the first window_len / entry_len int32 [T] of each list count. sink FP32 [H]. -> BF16 [T, H, 512]."""
     assert q.dim() == 3 and q.dtype == torch.bfloat16 and sink.shape == q.shape[1:2], (q.shape, sink.shape)
     assert (entries is None) == (entry_rows is None) == (entry_len is None), "a pool comes with its lists"
-    if not q.is_cuda:
+    chosen = _backend(q, window)
+    if chosen == "torch":
         return rows_ref.decode_attention(
             q, window, window_rows, window_len, entries, entry_rows, entry_len, sink, scale
         )
-    from worker_svc.ops.sparse_attention import flash_mla
+    if chosen == "flash_mla":
+        from worker_svc.ops.sparse_attention import flash_mla
 
-    if q.shape[1] in LIBRARY_HEADS and flash_mla.serves(window):
         return flash_mla.decode_attention(
             q, window, window_rows, window_len, entries, entry_rows, entry_len, sink, scale, plan
         )
@@ -76,9 +88,10 @@ def decode_attention(
 def chunk_attention(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float) -> Tensor:
     """q BF16 [T, H, 512], keys BF16 [S, 512], index int32 [T, k] of rows of `keys`, -1 = none -> BF16 [T, H, 512]."""
     assert q.shape[0] == index.shape[0] and index.shape[1] % 128 == 0, (q.shape, index.shape)
-    if not q.is_cuda:
+    chosen = _backend(q, None)
+    if chosen == "torch":
         return rows_ref.chunk_attention(q, keys, index, sink, scale)
-    if q.shape[1] in LIBRARY_HEADS:
+    if chosen == "flash_mla":
         from worker_svc.ops.sparse_attention import flash_mla
 
         return flash_mla.chunk_attention(q, keys, index, sink, scale)

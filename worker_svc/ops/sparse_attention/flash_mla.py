@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from worker_svc.ops.kv_rows import FP8_PAGE_BYTES, HEAD_DIM, rows584
+from worker_svc.ops.kv_rows import HEAD_DIM, rows584
 
 if TYPE_CHECKING:
     from worker_svc.ops.sparse_attention import DecodePlan
@@ -23,11 +23,6 @@ def package() -> Any:
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ImportError(f"sparse attention needs sgl-flash-mla==1.0.0 (--no-deps): {error}") from error
     return flash_mla
-
-
-def serves(pool: Tensor) -> bool:
-    """FP8 rows only."""
-    return pool.shape[1] == FP8_PAGE_BYTES
 
 
 def decode_attention(
