@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
-from worker_svc.ops.triton_numbers import dot, pinned, pow2_scale, scaled_e4m3, to_bf16
+from worker_svc.ops.triton_numbers import LAUNCH, dot, pinned, pow2_scale, scaled_e4m3, start, to_bf16
 
 EMBED, OUTPUT, EXPERTS = 0, 1, 2
 _COLUMNS = Workspace.COLUMNS
@@ -138,6 +138,7 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
         PARTS=cut.parts,
         num_warps=cut.warps,
         num_stages=cut.stages,
+        **LAUNCH,
     )
 
 
@@ -173,6 +174,7 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
             NORM_EPS=rules.norm_eps,
             TOKENS=WEIGHT_TOKENS,
             num_warps=max(1, WEIGHT_TOKENS // 32),
+            **LAUNCH,
         )
     _collapse_norm[(asked, pieces + (cut.gram and not head))](
         x,
@@ -205,6 +207,7 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
         PIECES=pieces,
         BLOCK=block,
         num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
+        **LAUNCH,
     )
 
 
@@ -234,10 +237,18 @@ def _mix_streams(
 ):
     """Program (i, p): TOKENS tokens, TILES * CHANNELS channels of all four streams. Partials: [token, column, part]."""
     part = tl.program_id(1)
+    column = tl.arange(0, 32)
+    if GRAM:
+        # Weights first: they are on their way while everything else is waited for.
+        c = part * CHANNELS + tl.arange(0, CHANNELS)
+        h0, l0 = _mixer_rows(high_ptr, low_ptr, 0, c, column, WIDTH, OUTPUTS)
+        h1, l1 = _mixer_rows(high_ptr, low_ptr, WIDTH, c, column, WIDTH, OUTPUTS)
+        h2, l2 = _mixer_rows(high_ptr, low_ptr, 2 * WIDTH, c, column, WIDTH, OUTPUTS)
+        h3, l3 = _mixer_rows(high_ptr, low_ptr, 3 * WIDTH, c, column, WIDTH, OUTPUTS)
+    start()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = t < num_tokens
     t64 = t.to(tl.int64)
-    column = tl.arange(0, 32)
     mixes = tl.zeros((TOKENS, 32), tl.float32)
     squares = tl.zeros((TOKENS, CHANNELS), tl.float32)
     if SOURCE == 0:
@@ -273,12 +284,6 @@ def _mix_streams(
             s1 = _stream(comb_ptr, t, here, 1, p1, o, x0, x1, x2, x3)
             s2 = _stream(comb_ptr, t, here, 2, p2, o, x0, x1, x2, x3)
             s3 = _stream(comb_ptr, t, here, 3, p3, o, x0, x1, x2, x3)
-        if GRAM:
-            # Before the stores, which no load may pass: the next mixer's rows are on their way meanwhile.
-            h0, l0 = _mixer_rows(high_ptr, low_ptr, 0, d, column, WIDTH, OUTPUTS)
-            h1, l1 = _mixer_rows(high_ptr, low_ptr, WIDTH, d, column, WIDTH, OUTPUTS)
-            h2, l2 = _mixer_rows(high_ptr, low_ptr, 2 * WIDTH, d, column, WIDTH, OUTPUTS)
-            h3, l3 = _mixer_rows(high_ptr, low_ptr, 3 * WIDTH, d, column, WIDTH, OUTPUTS)
         tl.store(new_ptr + at, s0, mask=live)
         tl.store(new_ptr + at + WIDTH, s1, mask=live)
         tl.store(new_ptr + at + 2 * WIDTH, s2, mask=live)
@@ -377,6 +382,7 @@ def _collapse_norm(
     BLOCK: tl.constexpr,
 ):
     """Program (row, piece): BLOCK channels of one token's input; the last piece makes post and comb instead."""
+    start()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     t = row
@@ -457,6 +463,7 @@ def _mixing_weights(
     TOKENS: tl.constexpr,
 ):
     """pre, and post and comb where there is no head, of TOKENS tokens: everything here is a vector over tokens."""
+    start()
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = row < asked
     t = row
