@@ -23,7 +23,6 @@ from gateway.mesh import Mesh
 from gateway.service import Gateway
 from gateway.spans import record_request
 from gateway.text.tokenizer import Tokenizer
-from meshkit.api_keys import read_api_keys
 from meshkit.obs import Tracing, kv
 
 GATEWAY = web.AppKey("gateway", Gateway)
@@ -44,7 +43,7 @@ def build_app(
     app[GATEWAY] = gateway
     entry = _Entry(
         gateway,
-        KeyRing(read_api_keys(config.api_key_file) if config.api_key_file else ()),
+        KeyRing.read(config.api_key_file, config.admin_api_key_file),
         Cors(config.cors_origins),
         tracing or Tracing(),
     )
@@ -119,6 +118,8 @@ class _Entry:
     async def _handle(self, match: routes.Match, exchange: Exchange) -> web.StreamResponse:
         if not match.route.open:
             exchange.tenant = self._keys.tenant_of(exchange.request.headers)
+        if match.route.operator:
+            self._keys.check_operator(exchange.request.headers)
         if match.name:
             exchange.notes["name"] = match.name
         return await match.route.handler(self._gateway, exchange)

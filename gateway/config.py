@@ -32,6 +32,9 @@ class GatewayConfig:
     max_output_tokens: int | None = option(None, "upper bound of max_tokens; else what the context leaves")
     processes: int = option(1, "gateways that share the port, each with a loop of its own")
     hub: str = option("", "set by a parent with several processes: where they talk to each other")
+    admin_api_key_file: Path | None = field(
+        default=None, metadata={"help": "like api_key_file, of operators: flush, explain, server info need one of them"}
+    )
     api_key_file: Path | None = field(
         default=None, metadata={"help": "lines `key` or `tenant key`; without it everybody is one tenant"}
     )

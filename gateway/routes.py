@@ -59,6 +59,7 @@ class Route:
     handler: Handler
     operation: str = ""
     open: bool = False  # needs no key
+    operator: bool = False  # concerns the whole mesh: needs an operator's key, where there are such
     anthropic: bool = False  # errors in Anthropic's shape
     body: type[msgspec.Struct] | None = None  # what POST and PUT bodies decode to
 
@@ -107,12 +108,12 @@ ROUTES = (
     Route(("/health_generate",), ("GET",), health_generate, open=True),
     Route(("/ready",), ("GET",), ready, open=True),
     Route(("/metrics",), ("GET",), metrics, open=True),
-    Route(("/server_info", "/get_server_info"), ("GET",), server_info),
+    Route(("/server_info", "/get_server_info"), ("GET",), server_info, operator=True),
     Route(("/model_info", "/get_model_info"), ("GET",), model_info),
     Route(("/abort_request",), ("POST",), abort_request, body=AbortRequest),
-    Route(("/flush_cache",), ("GET", "POST"), flush_cache),
+    Route(("/flush_cache",), ("GET", "POST"), flush_cache, operator=True),
     Route(("/openapi.json",), ("GET",), openapi, open=True),
-    Route(("/explain",), ("POST",), explain, body=ExplainRequest),
+    Route(("/explain",), ("POST",), explain, body=ExplainRequest, operator=True),
 )
 _MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
 _RESPONSE = Route(("/v1/responses/{id}",), ("GET", "POST", "DELETE"), one_response)

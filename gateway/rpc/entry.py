@@ -51,11 +51,17 @@ class Entry:
         self._tracing = tracing
 
     async def answer(
-        self, context: Context, method: str, work: Callable[[Caller], Awaitable[T]], *, operation: str = ""
+        self,
+        context: Context,
+        method: str,
+        work: Callable[[Caller], Awaitable[T]],
+        *,
+        operation: str = "",
+        operator: bool = False,
     ) -> T:
         """Run one RPC. ApiError ends it with its status; anything unexpected is logged and INTERNAL.
 
-        `operation` is the span's name, empty for what is no inference.
+        `operation` is the span's name, empty for what is no inference; `operator`: it concerns the whole mesh.
         """
         headers = _headers(context)
         caller = Caller(label=label_of(headers), parent=parent_of(headers))
@@ -64,6 +70,8 @@ class Entry:
         status = _CLIENT_GONE
         try:
             caller.tenant = self._keys.tenant_of(headers)
+            if operator:
+                self._keys.check_operator(headers)
             result = await work(caller)
             status = _OK
         except ApiError as error:

@@ -129,7 +129,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 scheduler=None if status is None else wire.put_status(status),
             )
 
-        return await self._entry.answer(context, "GetServerInfo", work)
+        return await self._entry.answer(context, "GetServerInfo", work, operator=True)
 
     async def FlushCache(
         self, request: scheduler_pb2.FlushCacheRequest, context: Context
@@ -139,7 +139,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             pages, open_requests = await self._gateway.mesh.flush_cache()
             return scheduler_pb2.FlushCacheReply(pages=pages, open=open_requests)
 
-        return await self._entry.answer(context, "FlushCache", work)
+        return await self._entry.answer(context, "FlushCache", work, operator=True)
 
     # ---- generations ------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from gateway.rpc import generation, inference
 from gateway.rpc.entry import Entry
 from gateway.service import Gateway
 from meshkit.address import Address, parse_address, prepare_listen
-from meshkit.api_keys import read_api_keys
 from meshkit.channel import SERVER_OPTIONS
 from meshkit.errors import PortError
 from meshkit.health import Health
@@ -34,7 +33,7 @@ class RpcListener:
 
     def __init__(self, gateway: Gateway, tracing: Tracing) -> None:
         config = gateway.config
-        keys = KeyRing(read_api_keys(config.api_key_file) if config.api_key_file else ())
+        keys = KeyRing.read(config.api_key_file, config.admin_api_key_file)
         self._gateway = gateway
         self._health = Health()
         self._entry = Entry(gateway, keys, tracing)

@@ -94,7 +94,11 @@ def read_key(path: Path | None) -> str:
     """The first key in a file like the gateway's; never on a command line, where `ps` shows it."""
     if path is None:
         return env("V4MESH_API_KEY")
-    return read_api_keys(path)[0][1]
+    key = next((it.key for it in read_api_keys(path) if it.key), "")
+    if not key:
+        text = f"--api-key-file {path} holds hashes only, and what is sent is a key"
+        raise ProblemsError(Problem("KEY", Exit.CONFIG, text, "put the key itself into a file that only you can read"))
+    return key
 
 
 class Conversation:

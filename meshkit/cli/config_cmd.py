@@ -88,6 +88,26 @@ def schema(screen: Screen, *, section: str | None) -> int:
     return int(Exit.OK)
 
 
+@config.command("hash-key")
+@shared_options
+@click.pass_obj
+def hash_key(screen: Screen) -> int:
+    """Read an API key from standard input and print what may stand for it in a key file; without one, make a key."""
+    import secrets
+    import sys
+
+    from meshkit.api_keys import HASHED, SHORTEST_KEY, digest_of
+
+    made = sys.stdin.isatty()
+    key = f"sk-{secrets.token_urlsafe(32)}" if made else sys.stdin.read(4096).strip()
+    if len(key) < SHORTEST_KEY or not key.isascii():
+        raise click.UsageError(f"a key has {SHORTEST_KEY} or more ASCII characters")
+    if made:
+        screen.note(f"the key, shown once: {key}")
+    screen.result(f"{HASHED}{digest_of(key).hex()}")
+    return int(Exit.OK)
+
+
 def plain(value: Any) -> Any:
     """A value as JSON can say it."""
     if value is None or isinstance(value, bool | int | float | str):
