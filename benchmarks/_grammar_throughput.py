@@ -30,7 +30,7 @@ from worker_svc.core.work import SlotInit, StepOutcome
 from worker_svc.loop import WorkerLoop
 from worker_svc.masks.source import READY, Answer, Ask, MaskRows, Told
 from worker_svc.sim.cost import FlashOnH200
-from worker_svc.sim.executor import Launched, SimExecutor
+from worker_svc.sim.executor import Launched, SimExecutor, Waiting
 from worker_svc.sim.state import SlotArrays
 
 BATCHES: Final = (16, 64, 256)
@@ -131,7 +131,7 @@ async def rate(
     )
     pools = PoolConfig(slots=rows, pages=rows * 24, tails=4 * rows, max_step_tokens=8192)
     slots = SlotArrays(pools.slots, pools.tails, range(3, info.vocab_size), info.eos_ids[0])
-    device, compute = Device(info, slots, cost), ComputeThread()
+    device, compute = Device(info, slots, cost, Waiting(masks_after=how == "serial")), ComputeThread()
     device.ends = []
     with ServiceProcess(
         "scheduler_svc", "--listen", address, "--grammar", grammar, log=folder / "scheduler.log"

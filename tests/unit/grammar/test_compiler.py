@@ -144,6 +144,17 @@ def test_a_long_bound_costs_no_more_than_a_short_one(made, vocabulary):
     assert spent[1] < 20 * spent[0]
 
 
+def test_days_and_hours_are_those_that_exist(takes):
+    for kind, good, bad in [
+        ("date", ["2026-11-30", "2024-02-28"], ["2026-11-31", "2026-02-30", "2026-13-01", "2026-00-10"]),
+        ("time", ["23:59:59Z", "00:00:00.5+01:30"], ["24:00:00Z", "10:00:00", "10:60:00Z"]),
+        ("date-time", ["2026-11-30T10:00:00Z"], ["2026-11-31T10:00:00Z", "2026-11-30 10:00:00Z"]),
+    ]:
+        schema = {"type": "string", "format": kind}
+        assert all(takes(Kind.JSON_SCHEMA, schema, f'"{text}"') for text in good)
+        assert not any(takes(Kind.JSON_SCHEMA, schema, f'"{text}"') for text in bad)
+
+
 def test_white_space_between_tokens_is_bounded(takes):
     assert takes(Kind.JSON_OBJECT, "", '{ "a": 1,\n"b": 2 }') and not takes(Kind.JSON_OBJECT, "", '{  "a": 1}')
 
