@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.triton_chain import after_others, launch_options
+
 if TYPE_CHECKING:
     from worker_svc.ops.step_lists import ChunkLists, DecodeLists
 
@@ -50,6 +52,7 @@ def _decode(
     width,
     BLOCK: tl.constexpr,
 ):
+    after_others()
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.maximum(tl.load(slots + token), 0)
@@ -106,6 +109,7 @@ def _chunk(
     c128_width,
     BLOCK: tl.constexpr,
 ):
+    after_others()
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.maximum(tl.load(slots + token), 0)
@@ -172,6 +176,7 @@ def decode_lists(
         out.c128_rows.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
+        **launch_options(),
     )
 
 
@@ -214,4 +219,5 @@ def chunk_lists(
         out.c128_index.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
+        **launch_options(),
     )
