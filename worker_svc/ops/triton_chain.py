@@ -9,7 +9,7 @@ captured, turns it on for every kernel that waits in this way; it is off by defa
 # mypy: disallow-untyped-calls=False, disable-error-code="import-untyped"
 
 import triton
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton.language as tl
 
 from worker_svc.ops.triton_numbers import INTERPRETED
 
@@ -20,8 +20,8 @@ _state = {"chained": False}
 def after_others() -> None:
     """Wait for the kernels before this one; then let the next one be launched, which waits in the same way."""
     if not INTERPRETED:
-        gdc_wait()
-        gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def set_chained(chained: bool) -> None:
