@@ -4,7 +4,6 @@ import asyncio
 import functools
 import logging
 import secrets
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from grammar_svc.config import GrammarConfig
-from grammar_svc.standby import Place, until_free, until_served, until_signalled, until_taken
 from meshkit.address import parse_address
 from meshkit.build import build_id
 from meshkit.command import service_main
 from meshkit.config import Loaded
 from meshkit.exit_codes import Exit
 from meshkit.health import Health
-from meshkit.obs import Metrics, kv, setup_logging, start_tracing
+from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import Serving, run, serve
+from meshkit.standby import Place, take_over, until_served, until_taken
 
 if TYPE_CHECKING:
     from grammar_svc.children import Children
@@ -64,17 +63,9 @@ async def _serve(config: GrammarConfig) -> int:
     place = Place(address.path) if address.path else None
     if place is None or place.take():
         return await _work(config, _prepare(config), place)
-    async with until_signalled() as signalled:
-        log.info("standing by", extra=kv(address=str(address)))
-        standing = asyncio.create_task(_stand_by(config, place))
-        await asyncio.wait((standing, signalled), return_when=asyncio.FIRST_COMPLETED)
-        if not standing.done():
-            standing.cancel()
-            await asyncio.gather(standing, return_exceptions=True)
-            return int(Exit.INTERRUPTED if signalled.result() is signal.SIGINT else Exit.OK)
-    parts = standing.result()
-    log.info("taking over", extra=kv(address=str(address)))
-    await until_free(address)
+    parts = await take_over(address, _stand_by(config, place))
+    if isinstance(parts, Exit):
+        return int(parts)
     return await _work(config, parts, place)
 
 

@@ -43,6 +43,7 @@ class ServiceSpec:
     probe: Probe | None = None
     probe_every_s: float = 0.1
     drain_s: float = 1.5  # most seconds between SIGTERM and SIGKILL
+    rest_s: float = 0.0  # least seconds before a restart: where a standby takes over, it has the processor first
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +97,17 @@ class Supervisor:
         on_line: Callable[[str, str], None],
         stop_s: float = STOP_S,
         together: bool = False,
+        steady_s: float = STEADY_S,
     ) -> None:
         """`on_event` and `on_line(service, text)` are called on the event loop and must return at once.
 
         `stop_s` is what a stop may take for all children; `together`: they are stopped at once instead of in order.
+        A child that lived for `steady_s` is restarted without a pause.
         """
         self.children = {spec.name: Child(spec) for spec in specs}
         self.on_event = on_event
         self.on_line = on_line
-        self._stop_s, self._together = stop_s, together
+        self._stop_s, self._together, self._steady_s = stop_s, together, steady_s
         self.all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
@@ -148,10 +151,9 @@ class Supervisor:
             reading = asyncio.create_task(self._relay(child, process))
             status = await process.wait()
             probing.cancel()
-            # A grandchild may hold the pipe open after its parent is gone; its last words are not worth a hang.
+            self._kill_group(process)  # a grandchild would hold the pipe open after its parent is gone
             await asyncio.wait([reading], timeout=0.5)
             reading.cancel()
-            self._kill_group(process)
             if self._stopping.is_set():
                 self._say(child, "stopped", status=status)
                 return
@@ -164,7 +166,7 @@ class Supervisor:
     def _after_death(self, child: Child, status: int) -> float | None:
         """Seconds until the restart, or None when this death ends the mesh."""
         lived = time.monotonic() - child.started_at
-        child.deaths_in_a_row = 1 if child.ready and lived >= STEADY_S else child.deaths_in_a_row + 1
+        child.deaths_in_a_row = 1 if child.ready and lived >= self._steady_s else child.deaths_in_a_row + 1
         was_ready, child.ready = child.ready, False
         self.all_ready.clear()
         hopeless = is_permanent(status) or status == Exit.USAGE
@@ -172,7 +174,7 @@ class Supervisor:
             self._status = status if 0 < status < 10 else int(Exit.BUG)
             self._say(child, "gave_up", status=status, last_lines=tuple(child.lines))
             return None
-        delay = BACKOFF_S[min(child.deaths_in_a_row, len(BACKOFF_S)) - 1]
+        delay = max(child.spec.rest_s, BACKOFF_S[min(child.deaths_in_a_row, len(BACKOFF_S)) - 1])
         self._say(child, "exited", status=status, restart_in_s=delay, last_lines=tuple(child.lines))
         return delay
 

@@ -16,6 +16,8 @@ class SchedulerConfig:
     listen: str = option("unix:/run/v4mesh/scheduler.sock", "Address: unix:PATH or HOST:PORT.")
     insecure: bool = option(False, "Allow plain TCP beyond loopback.")
     reflection: bool = option(False, "Describe the services to grpcurl and the like.")
+    standby: bool = option(False, "Stand by for the scheduler that serves at this socket; take over when it ends.")
+    hand_over: bool = option(False, "On SIGTERM leave at once: whoever serves here next goes on with what runs.")
     workers: tuple[str, ...] = option((), "Names of the worker groups to expect, comma separated.")
     grammar: str = option("", "Address of the grammar service; empty: constrained requests are refused.")
     depth: int = option(2, "Step frames in a worker's hands at once, 1 to 3.")
@@ -41,6 +43,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.grammar:
             parse_address(self.grammar)
+        if self.standby and parse_address(self.listen).path is None:
+            raise FieldError("standby", "needs a unix socket: there is no lock for TCP addresses")
         if not 1 <= self.depth <= 3:
             raise FieldError("depth", "must be 1, 2 or 3")
         for name in ("chunk_tokens", "queue_requests", "queue_bytes"):

@@ -26,12 +26,21 @@ class SchedulerLoop:
     """Owns the core; `servicer` calls in, `__main__` runs it. Make it inside the event loop."""
 
     def __init__(
-        self, limits: SchedulerLimits, health: Health, metrics: Metrics, tracing: Tracing, grammar: str = ""
+        self,
+        limits: SchedulerLimits,
+        health: Health,
+        metrics: Metrics,
+        tracing: Tracing,
+        grammar: str = "",
+        *,
+        hand_over: bool = False,
     ) -> None:
+        """`hand_over`: another scheduler follows at this address at once, so nothing is waited for at the end."""
         limits = replace(limits, grammar=bool(grammar))
         self.core = Scheduler(limits, random.Random(secrets.randbits(128)), secrets.randbits(64) | 1)
         self.shell = Shell(RequestSpans(self.core, tracing), self._effect, metrics)
         self._health = health
+        self._hand_over = hand_over
         self._calls: dict[int, asyncio.Future[SubmitReply]] = {}
         self._call = 0
         self._drained = asyncio.Event()
@@ -85,10 +94,11 @@ class SchedulerLoop:
         return load["pages_cached"], 0
 
     async def finish(self) -> None:
-        """Drain, wait until nothing runs, say Bye on every stream."""
+        """Drain, wait until nothing runs, say Bye on every stream; or the last at once, for a successor to go on."""
         try:
-            self.drain()
-            await self._drained.wait()
+            if not self._hand_over:
+                self.drain()
+                await self._drained.wait()
         finally:
             self.shell.farewell("the scheduler is shutting down")
 

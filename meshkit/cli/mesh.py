@@ -28,7 +28,9 @@ DEFAULT_PORT = 8000
 SELF = (sys.executable, "-m", "meshkit.cli")
 Work = Callable[["MeshPlan", Callable[[], dict[str, int]]], int]  # (what runs, pids of the services) -> exit status
 DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.5}  # at most; the supervisor bounds their sum
+GROUP = "worker"  # the scheduler knows whom to wait for
 STANDBY = "-standby"  # a second process of a service, which takes over when the first one dies
+REST_S = 1.0  # before the next standby of a service starts, so as not to slow the one that takes over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class MeshPlan:
     run_dir: str | None = None
     gateway_flags: tuple[str, ...] = ()
     scheduler_flags: tuple[str, ...] = ()
+    standby: bool = False  # a second scheduler that takes over when the first one dies
     worker_flags: tuple[str, ...] = ()
     grammar: bool = False  # a grammar service with its standby; without, constrained requests are refused
     grammar_flags: tuple[str, ...] = ()
@@ -60,10 +63,14 @@ class MeshPlan:
         masks = f"unix:{run_dir / 'grammar.sock'}"
         asks = ("--grammar", masks) if self.grammar else ()
         grammar = ("grammar", "--listen", masks, *model, *self.grammar_flags)
+        # Whoever comes in a scheduler's place goes on with what runs once this worker has said what it holds.
+        steers = ("--standby",) if self.standby else ("--hand-over",)
+        scheduler = ("scheduler", "--listen", socket, "--workers", GROUP, *steers, *asks, *self.scheduler_flags)
         return {
-            "scheduler": ("scheduler", "--listen", socket, *asks, *self.scheduler_flags),
+            "scheduler": scheduler,
+            **({f"scheduler{STANDBY}": scheduler} if self.standby else {}),
             **({"grammar": grammar, f"grammar{STANDBY}": grammar} if self.grammar else {}),
-            "worker": ("worker", "--scheduler", socket, *asks, *model, *self.worker_flags),
+            "worker": ("worker", "--scheduler", socket, "--group", GROUP, *asks, *model, *self.worker_flags),
             "gateway": ("gateway", "--listen-http", listen, "--scheduler", socket, *model, *self.gateway_flags),
         }
 
@@ -164,7 +171,7 @@ async def _tick(progress: Progress) -> None:
 
 
 def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpec]:
-    here = Endpoint.parse(plan.url)
+    here, lines = Endpoint.parse(plan.url), plan.command_lines(run_dir)
 
     async def listens(name: str) -> bool:
         try:
@@ -197,6 +204,7 @@ def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpe
             if name == "worker"
             else 0.1,  # a worker takes seconds, and the gateway logs each question
             drain_s=DRAIN_S[name.removesuffix(STANDBY)],
+            rest_s=REST_S if f"{name.removesuffix(STANDBY)}{STANDBY}" in lines else 0.0,
         )
-        for name, line in plan.command_lines(run_dir).items()
+        for name, line in lines.items()
     ]

@@ -37,6 +37,7 @@ class UpConfig:
     quantization: str = ""
     kv_cache_dtype: str = ""
     deterministic: bool = False
+    standby: bool = False  # a second scheduler stands by: a crash of the first one costs less
     grammar: str = "auto"  # constrained output: on, off, or auto: on where the compiler is installed
     api_key_file: str = ""  # empty: everybody may call
     run_dir: str = ""  # folder for sockets; empty: a private one, removed at the end
@@ -66,6 +67,7 @@ class UpConfig:
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
+@click.option("--standby/--no-standby", default=None, help="Keep a second scheduler warm, for when the first one dies.")
 @click.option("--grammar", type=click.Choice(["auto", "on", "off"]), help="Constrained output (auto: if installed).")
 @click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
 @click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")
@@ -143,6 +145,7 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
         run_dir=config.run_dir or None,
         gateway_flags=(*shared, *gateway),
         scheduler_flags=shared,
+        standby=config.standby,
         worker_flags=(*shared, *worker),
         grammar=config.grammar == "on" or (config.grammar == "auto" and has_compiler()),
         grammar_flags=(*shared, "--drain-s", "0.5"),

@@ -19,10 +19,10 @@ from meshpb.v1 import grammar_pb2 as pb
 from grammar_svc import compiler, wire
 from grammar_svc.ring import map_ring
 from grammar_svc.sources import Source
-from grammar_svc.standby import Place
 from grammar_svc.vocabulary import read_vocabulary
 from meshkit.channel import open_channel
 from meshkit.errors import BadRequest, WireError
+from meshkit.standby import Place
 from meshkit.testing import until
 from meshkit.types import PROTO_REV, GrammarKind
 

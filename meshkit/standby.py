@@ -1,26 +1,34 @@
 """Two processes of one command line: the first to lock SOCKET.lock serves, the other stands by and takes over.
 
-A standby has imported the compiler, read the vocabulary and warmed one compile process before the lock falls to it, so
-that a crash costs what its clients need to dial again. It begins with that when the serving process is ready, so as not
-to slow its start. The kernel frees the lock when the process ends, however it ends. TCP addresses have no standby.
+A standby has done all that takes long before the lock falls to it (imports, reading, warming up: `standing`), so that a
+crash costs what its clients need to dial again. It begins with that when the serving process is ready, so as not to
+slow its start. The kernel frees the lock when the process ends, however it ends; a process that is merely stopped keeps
+it. TCP addresses have no standby.
 """
 
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from meshkit.address import Address, prepare_listen
 from meshkit.errors import PermError, PortError
+from meshkit.exit_codes import Exit
+from meshkit.obs import kv
+
+T = TypeVar("T")
 
 POLL_S: Final = 0.01
 SETTLE_S: Final = 2.0  # after the serving process is ready: whatever else starts with it may finish
 FREE_S: Final = 2.0  # a killed process frees its lock a moment before its socket
 READY: Final = b"ready"
+
+log = logging.getLogger(__name__)
 
 
 class Place:
@@ -88,6 +96,25 @@ async def until_free(address: Address) -> None:
             if asyncio.get_running_loop().time() > end:
                 raise
         await asyncio.sleep(POLL_S)
+
+
+async def take_over(address: Address, standing: Coroutine[Any, Any, T]) -> T | Exit:
+    """Run `standing`, which returns when the place is this process's, and wait for the socket; what it returned.
+
+    A signal before that ends it: then the status to exit with.
+    """
+    async with until_signalled() as signalled:
+        log.info("standing by", extra=kv(address=str(address)))
+        waiting = asyncio.create_task(standing)
+        await asyncio.wait((waiting, signalled), return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            return Exit.INTERRUPTED if signalled.result() is signal.SIGINT else Exit.OK
+    result = waiting.result()
+    log.info("taking over", extra=kv(address=str(address)))
+    await until_free(address)
+    return result
 
 
 @contextlib.asynccontextmanager
