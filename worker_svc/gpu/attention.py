@@ -28,7 +28,7 @@ from worker_svc.ops.top_entries import top_entries, top_rows
 
 INDEX_HEADS = (32, 64)
 """What the scoring library takes; fewer heads are padded with weight zero."""
-JOINED_ROWS = 16
+JOINED_ROWS = 8
 """Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel."""
 SCORE_BYTES = 1 << 29
 """Scores that exist at once in a chunk: queries are scored in groups of so many bytes."""

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from meshkit.errors import GpuError, MemoryShort
+from meshkit.types import SamplingParams
 from worker_svc.checkpoint.census import preset
 from worker_svc.checkpoint.errors import CheckpointError
 from worker_svc.config import WorkerConfig
+from worker_svc.core.work import RowWork, SlotInit, StepWork
+from worker_svc.gpu import loading
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.loading import gpu_numerics, pool_sizes
 from worker_svc.kv.layout import KvLayout
@@ -77,3 +80,19 @@ def test_flash_memory_is_what_its_formats_say():
     assert GpuSizes(flash).bytes_per_page == 21 * (37_440 + 8_448) + 20 * 2 * 37_440 // 64
     wide = replace(flash, max_verify=2)
     assert GpuSizes(wide).bytes_per_slot > GpuSizes(flash).bytes_per_slot
+
+
+def test_loading_ends_with_a_warm_executor_and_its_pools(monkeypatch):
+    """On CPU tensors: everything but the kernels is what a GPU worker does."""
+    monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a processor")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    loaded = load(WorkerConfig(device="cuda", slots=2, pages=4, tails=2, max_step_tokens=40))
+    assert loaded.info.max_context == 1024 and loaded.info.kv_layout_id.endswith("-gpu")
+    assert (loaded.pools.slots, loaded.pools.pages, loaded.pools.max_step_tokens) == (2, 4, 40)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    init = SlotInit(slot=1, params=params, seed=1, choice=0, n_emitted=0)
+    row = RowWork(slot=1, ids=(5, 6, 7), pages=[2])
+    outcome = loaded.executor.collect(loaded.executor.launch(StepWork(inits=(init,), rows=(row,))))
+    assert len(outcome.rows[0].tokens) == 1 and outcome.t_end_ns > outcome.t_start_ns

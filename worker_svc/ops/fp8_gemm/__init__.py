@@ -15,7 +15,7 @@ from worker_svc.ops.fp8_gemm import ref
 from worker_svc.ops.skinny_gemm import MAX_ROWS
 
 BLOCK: Final = 128
-SKINNY_ROWS: Final = 0
+SKINNY_ROWS: Final = 8
 """Up to so many rows our weight-streaming kernel runs; above, DeepGEMM's tiles are filled well enough."""
 
 
