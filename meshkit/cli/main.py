@@ -31,6 +31,10 @@ COMMANDS = {
     "bench": ("meshkit.cli.bench:bench", "Load a running mesh and measure it."),
     "doctor": ("meshkit.cli.doctor:doctor", "Check this machine: what works, what does not, what to do."),
     "plan": ("meshkit.cli.plan:plan_command", "GPU memory of a model, line by line, before anything is loaded."),
+    "precache": (
+        "meshkit.cli.precache:precache",
+        "Compile a model's GPU kernels ahead; pack, unpack them.",
+    ),
     "config": ("meshkit.cli.config_cmd:config", "Show, check and describe the configuration."),
     "health": ("meshkit.cli.health:health", "Ask one service if it is ready (exit 0 or 1), for health checks."),
     "demo": ("meshkit.cli.demo:demo", "Start a mesh, stream one answer, stop, say how to go on."),

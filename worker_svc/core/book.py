@@ -55,6 +55,7 @@ def book(prepared: Prepared, outcome: StepOutcome, vocab_size: int) -> ResultFra
         spare_positions=np.array([pos for _, pos in columns.spares], np.int32),
         logprobs=_pack_logprobs(columns.logprobs),
         faults=tuple(columns.faults),
+        jit_compiles=outcome.jit_compiles,
     )
 
 

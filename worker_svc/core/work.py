@@ -117,6 +117,7 @@ class StepOutcome:
     rows: tuple[RowOutcome, ...] = field(default=())
     t_start_ns: int = 0
     t_end_ns: int = 0
+    jit_compiles: int = 0  # kernels that were compiled since the last step that said so: after start, a fault
 
 
 class Executor(Protocol):

@@ -24,11 +24,13 @@ from worker_svc.gpu.send import send
 from worker_svc.gpu.slots import DeviceSlots
 from worker_svc.gpu.step import ChunkRow, chunk_step
 from worker_svc.gpu.transformer import Transformer
+from worker_svc.kernel_cache import CompileWatch
 from worker_svc.masks.source import MaskSource
 from worker_svc.ops.sample import Params, sample
 from worker_svc.ops.slot_step import SAMPLER_FIELDS, Field, StepRows, end_step
 from worker_svc.sampling import VocabRules
 
+_WATCH_EVERY_NS = 1_000_000_000
 _FAULTS = {1: "the model's logits held NaN", 2: "no token was allowed"}
 
 
@@ -75,10 +77,17 @@ class GpuExecutor:
         self._constrained = ConstrainedSlots(self.device)
         self._last_rows: dict[int, list[int]] = {}
         self._ended_ns, self._step_s = 0, 0.0
+        self._watch: CompileWatch | None = None
+        self._watched_ns = 0
 
     def use_masks(self, masks: MaskSource) -> None:
         """Where the masks of constrained slots come from; before the first step."""
         self._constrained.use(masks)
+
+    def watch(self, compiles: CompileWatch) -> None:
+        """From here on everything is compiled: what appears in the caches is reported with the steps."""
+        compiles.ready()
+        self._watch = compiles
 
     def capture(self) -> None:
         """Make all graphs now, the largest first, so that serving captures nothing."""
@@ -110,7 +119,7 @@ class GpuExecutor:
         start, end = max(handle.t_start_ns, self._ended_ns), time.monotonic_ns()
         self._ended_ns, self._step_s = end, (end - start) / 1e9
         self.sampling_faults += sum(o.fault is not None and o.fault.code == SAMPLING_FAULT for o in outcomes)
-        return StepOutcome(rows=tuple(outcomes), t_start_ns=start, t_end_ns=end)
+        return StepOutcome(rows=tuple(outcomes), t_start_ns=start, t_end_ns=end, jit_compiles=self._compiles_since(end))
 
     def _outcomes(self, flight: Flight) -> list[RowOutcome]:
         """Of every row, once the device has done it; any thread may ask."""
@@ -121,6 +130,13 @@ class GpuExecutor:
             for number, (place, token) in enumerate(zip(part.places, part.tokens.tolist())):
                 outcomes[place] = _outcome(part, number, token)
         return outcomes
+
+    def _compiles_since(self, now_ns: int) -> int:
+        """Kernels compiled since last asked, asked once a second."""
+        if self._watch is None or now_ns - self._watched_ns < _WATCH_EVERY_NS:
+            return 0
+        self._watched_ns = now_ns
+        return self._watch.new()
 
     def run(self, work: StepWork) -> StepOutcome:
         """One step, start to end: for tests and warm-up."""

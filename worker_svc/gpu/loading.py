@@ -1,7 +1,9 @@
 """From a config to a warm GPU executor: formats, memory arithmetic, weights, graphs. Runs on the compute thread."""
 
+import json
 import logging
 import time
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -21,9 +23,11 @@ from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.transformer import Transformer
 from worker_svc.gpu.weights import WeightLoader, WeightSource
+from worker_svc.kernel_cache import CompileWatch, mismatch, open_cache, read_manifest, shape_digest, this_machine
 from worker_svc.kv.layout import KvLayout
 from worker_svc.loaded import Loaded
 from worker_svc.loading import LoadProgress
+from worker_svc.ops import registry
 
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
@@ -40,6 +44,7 @@ def load(config: WorkerConfig) -> Loaded:
     start = time.perf_counter()
     device = gpu()
     folder = resolve_model(config.model)
+    prepare_kernels(config, folder)
     progress = LoadProgress()
     checkpoint = load_checkpoint(folder, progress=lambda done, total: progress("read", done, total))
     numerics = gpu_numerics(checkpoint, config)
@@ -63,6 +68,7 @@ def load(config: WorkerConfig) -> Loaded:
     executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules_of(folder, checkpoint), max_rows=slots)
     executor.capture()
     warm_up(executor, info, step_tokens)
+    executor.watch(CompileWatch.of_environment())
     log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
     log.info("READY %.1f s", time.perf_counter() - start)
     return Loaded(
@@ -70,6 +76,21 @@ def load(config: WorkerConfig) -> Loaded:
         info,
         PoolConfig(slots=slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
     )
+
+
+def prepare_kernels(config: WorkerConfig, folder: Path) -> None:
+    """Pins and the kernel cache, before any kernel package is imported. GpuError for what cannot be kept."""
+    machine = this_machine()
+    root = open_cache(config.kernel_cache, machine, fresh=config.jit_recompile)
+    try:
+        registry.pin(pin.strip() for pin in config.kernel.split(",") if pin.strip())
+    except registry.KernelError as error:
+        raise GpuError(str(error)) from error
+    digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
+    lacking = mismatch(read_manifest(root), machine, digest)
+    if lacking and not config.jit:
+        raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
+    log.info("kernels: %s%s", root, f"; {lacking}, so they compile now" if lacking else "")
 
 
 def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.swiglu_experts import Hidden
 
 Activation = Literal["fp8", "bf16"]
@@ -94,11 +95,11 @@ class Fp4Experts(Protocol):
 def load_experts(
     packed: PackedExperts, *, limit: float, backend: str | None = None, activation: Activation = "fp8"
 ) -> Fp4Experts:
-    """Experts on the device of `packed`. backend None: humming on a GPU, torch on the CPU.
+    """Experts on the device of `packed`. backend None: the registry's choice on a GPU, torch on the CPU.
 
     Raises ImportError, naming the package, if the backend cannot run here; ValueError for an unknown backend.
     """
-    chosen = backend or ("humming" if packed.w13.is_cuda else "torch")
+    chosen = backend or (registry.backend("experts") if packed.w13.is_cuda else "torch")
     if chosen == "torch":
         from worker_svc.ops.fp4_experts.ref import TorchExperts
 

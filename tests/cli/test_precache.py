@@ -1,0 +1,61 @@
+"""`v4mesh precache`: what is asked of the worker, the archive around it, refusals."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from meshkit.cli import precache
+from meshkit.cli.main import main
+from meshkit.exit_codes import Exit
+from meshkit.kernel_cache import MANIFEST
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A worker that compiles in no time; the lines it was called with."""
+    lines: list[list[str]] = []
+    root = tmp_path / "root"
+
+    def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        lines.append(line[3:])
+        root.mkdir(exist_ok=True)
+        found = {"root": str(root)}
+        if "--where" not in line:
+            (root / MANIFEST).write_text("{}")
+            found |= {"seconds": 1.5, "compiled": 3, "kernels": 3}
+        there = (root / MANIFEST).exists()
+        found |= {} if there else {"problem": "there is no manifest"}
+        said = f"a log line\n{json.dumps(found)}\n"
+        return subprocess.CompletedProcess(line, 0 if there else 9, stdout=said)
+
+    monkeypatch.setattr(precache.subprocess, "run", run)
+    return lines
+
+
+def test_compile_pack_and_unpack(worker: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    archive = str(tmp_path / "cache.tar.gz")
+    assert main(["precache", "--check"]) == Exit.THRESHOLD
+    assert main(["precache", "--slots", "8", "--pack", archive]) == 0
+    out = capsys.readouterr().out
+    assert "compiled   3" in out and "covers this machine and model" in out
+    assert worker[-1][worker[-1].index("--slots") + 1] == "8"
+    (tmp_path / "root" / MANIFEST).unlink()
+    assert main(["precache", "--unpack", archive, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["root"] == str(tmp_path / "root")
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_bad_archive_is_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "bad.tar.gz").write_bytes(b"nothing")
+    assert main(["precache", "--unpack", str(tmp_path / "bad.tar.gz")]) == Exit.CONFIG
+    assert "bad.tar.gz" in capsys.readouterr().err
+    assert main(["precache", "--unpack", "x", "--check"]) == Exit.USAGE
+
+
+@pytest.mark.parametrize(("status", "ends"), [(4, Exit.GPU), (1, Exit.BUG), (0, Exit.BUG)])
+def test_a_worker_that_cannot_ends_with_its_status(status: int, ends: Exit, monkeypatch: pytest.MonkeyPatch):
+    done = subprocess.CompletedProcess([], status, stdout="")
+    monkeypatch.setattr(precache.subprocess, "run", lambda line, **_: done)
+    assert main(["precache"]) == ends

@@ -1,0 +1,154 @@
+"""The kernel cache: keys, manifests, the watch on compiles, archives; and precache over hollow weights on the CPU."""
+
+import dataclasses
+import io
+import json
+import os
+import tarfile
+
+import pytest
+import torch
+
+from meshkit import kernel_cache as files
+from meshkit.errors import GpuError
+from meshkit.kernel_cache import CacheFileError
+from meshkit.models import DEFAULT_MODEL
+from worker_svc import kernel_cache
+from worker_svc.checkpoint.config import V4Config
+from worker_svc.config import WorkerConfig
+from worker_svc.gpu import loading
+from worker_svc.kernel_cache import CompileWatch, Machine, Manifest
+from worker_svc.ops import registry
+from worker_svc.precache import __main__ as command
+from worker_svc.precache.hollow import HollowSource, one_of_each
+
+H200 = Machine("NVIDIA H200", 90, "13.0", "3.12.3", {"torch": "2.11.0+cu130", "triton": "3.6.0"})
+
+
+def _manifest(**changes):
+    values = {"machine": H200, "model": "m", "decode": (1, 2), "chunks": (16,), "seconds": 1.0, "kernels": 5}
+    return Manifest(**(values | changes))
+
+
+def test_the_key_is_readable_and_changes_with_every_version():
+    other = dataclasses.replace(H200, packages=H200.packages | {"triton": "3.7.0"})
+    assert H200.key.startswith("h200-sm90-cu13.0-torch2.11.0-")
+    assert other.key != H200.key
+
+
+def test_a_manifest_survives_its_file(tmp_path):
+    _manifest().write(tmp_path)
+    assert kernel_cache.read_manifest(tmp_path) == _manifest()
+    (tmp_path / files.MANIFEST).write_text("{}")
+    assert kernel_cache.read_manifest(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("manifest", "says"),
+    [
+        (None, "no manifest"),
+        (_manifest(machine=dataclasses.replace(H200, cuda="12.9")), r"\(cuda differ\)"),
+        (_manifest(machine=dataclasses.replace(H200, packages={"torch": "2.11.0+cu130"})), "triton differ"),
+        (_manifest(model="other"), "other shapes"),
+        (_manifest(failures=("decode: RuntimeError",)), "1 steps failed"),
+        (_manifest(), "^$"),
+    ],
+)
+def test_a_mismatch_is_named(manifest, says):
+    import re
+
+    assert re.search(says, kernel_cache.mismatch(manifest, H200, "m"))
+
+
+def test_compiles_after_ready_are_counted_once(tmp_path, caplog):
+    for name in ("triton", "deep_gemm/cache"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "triton" / "old").mkdir()
+    watch = CompileWatch({"TRITON_CACHE_DIR": tmp_path / "triton", "DG_JIT_CACHE_DIR": tmp_path / "deep_gemm"})
+    assert watch.ready() == 2  # the kernel, and DeepGEMM's own folder
+    assert watch.new() == 0
+    (tmp_path / "deep_gemm" / "cache" / "kernel.gemm").mkdir()
+    assert watch.new() == 1 and watch.new() == 0
+    assert "compiled while serving: DG_JIT_CACHE_DIR:kernel.gemm" in caplog.text
+
+
+def test_variables_that_are_set_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    for name in files.VARIABLES:
+        if name != "TRITON_CACHE_DIR":
+            monkeypatch.setenv(name, "x")
+            monkeypatch.delenv(name)
+    root = kernel_cache.open_cache(str(tmp_path), H200)
+    assert root == tmp_path / H200.key and root.is_dir()
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+    assert os.environ["HUMMING_CACHE_DIR"] == str(root / "humming")
+
+
+def test_a_cache_survives_its_archive(tmp_path):
+    source, target = tmp_path / "a", tmp_path / "b"
+    (source / "triton" / "x").mkdir(parents=True)
+    (source / "triton" / "x" / "kernel.cubin").write_bytes(b"code")
+    with pytest.raises(CacheFileError, match="run `v4mesh precache` first"):
+        files.pack(source, tmp_path / "c.tar.gz")
+    _manifest().write(source)
+    assert files.pack(source, tmp_path / "c.tar.gz") == 2
+    assert files.unpack(tmp_path / "c.tar.gz", target) == 2
+    assert (target / "triton" / "x" / "kernel.cubin").read_bytes() == b"code"
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "link"])
+def test_archives_that_reach_outside_are_refused(name, tmp_path):
+    archive = tmp_path / "bad.tar.gz"
+    with tarfile.open(archive, "w:gz") as out:
+        member = tarfile.TarInfo(name)
+        if name == "link":
+            member.type, member.linkname = tarfile.SYMTYPE, "/etc"
+        else:
+            member.size = 4
+        out.addfile(member, io.BytesIO(b"code"))
+    with pytest.raises(CacheFileError):
+        files.unpack(archive, tmp_path / "root")
+    assert not (tmp_path / "outside").exists()
+
+
+def test_no_archive_at_all_is_refused(tmp_path):
+    (tmp_path / "x.tar.gz").write_bytes(b"no archive")
+    with pytest.raises(CacheFileError, match=r"x\.tar\.gz"):
+        files.unpack(tmp_path / "x.tar.gz", tmp_path / "root")
+
+
+def test_hollow_weights_have_one_layer_of_each_kind():
+    whole = V4Config.load(DEFAULT_MODEL)
+    cut = one_of_each(whole)
+    assert cut.layer_ratios == (0, 4, 128) and cut.is_hash_layer(0) and not cut.is_hash_layer(1)
+    source = HollowSource(cut, torch.device("cpu"))
+    experts = source.experts(1, "w1")
+    assert experts.packed.shape == (whole.n_routed_experts, whole.moe_intermediate_size, whole.hidden_size // 2)
+
+
+def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(loading, "WARM_SIZES", (16, 64))
+    for name in files.VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "64"]
+    line += ["--context", "512"]
+    assert command.main([*line, "--where"]) == 9
+    assert command.main(line) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    manifest = kernel_cache.read_manifest(tmp_path / report["machine"])
+    assert manifest is not None and manifest.decode == (1, 2) and manifest.chunks == (16, 64)
+    assert manifest.failures == () and "problem" not in report
+
+
+def test_a_worker_prepares_its_cache_and_refuses_what_it_cannot_keep(tmp_path, monkeypatch):
+    for name in files.VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    config = WorkerConfig(kernel_cache=str(tmp_path), kernel="sample=torch")
+    loading.prepare_kernels(config, DEFAULT_MODEL)
+    assert registry.backend("sample") == "torch"
+    with pytest.raises(GpuError, match="no manifest"):
+        loading.prepare_kernels(dataclasses.replace(config, jit=False), DEFAULT_MODEL)
+    with pytest.raises(GpuError, match="no operation 'gemm'"):
+        loading.prepare_kernels(dataclasses.replace(config, kernel="gemm=torch"), DEFAULT_MODEL)
+    registry.pin(())

@@ -1,0 +1,150 @@
+"""`python -m worker_svc.precache`: compile all kernels of a model for this GPU into the cache, and write its manifest.
+
+The last line of stdout is a JSON object; what happens meanwhile goes to stderr. `--where` prints the cache's folder
+and whether it covers this machine and model, and compiles nothing.
+"""
+# mypy: disallow-untyped-calls=False
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshkit.command import option, service_main
+from meshkit.config import Loaded
+from meshkit.models import resolve_model
+from meshkit.obs import setup_logging
+from meshkit.types import PAGE_TOKENS
+from worker_svc.kernel_cache import (
+    CompileWatch,
+    Machine,
+    Manifest,
+    mismatch,
+    open_cache,
+    read_manifest,
+    shape_digest,
+    this_machine,
+)
+
+if TYPE_CHECKING:
+    from worker_svc.checkpoint.config import V4Config
+    from worker_svc.gpu.executor import GpuExecutor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecacheConfig:
+    """Compile the GPU kernels of a model for this machine."""
+
+    model: str = option("", "Model folder or hub id found on this machine.")
+    cache: str = option("", "Folder of kernel caches (default: the user's).")
+    slots: int = option(64, "Choices that run at once when served.")
+    step_tokens: int = option(8192, "Most tokens in one step when served.")
+    context: int = option(0, "Longest context when served, 0 = the model's.")
+    where: bool = option(False, "Only say where the cache is and whether it fits.")
+
+
+def precache(config: PrecacheConfig) -> dict[str, Any]:
+    """What was done, for the last line; key `problem` is there if the cache is not good."""
+    folder = resolve_model(config.model)
+    machine = this_machine()
+    root = open_cache(config.cache, machine)
+    digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
+    found: dict[str, Any] = {"root": str(root), "machine": machine.key}
+    if not config.where:
+        found |= _compile(config, folder, root, machine, digest)
+    problem = mismatch(read_manifest(root), machine, digest)
+    return found | ({"problem": problem} if problem else {})
+
+
+def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
+    """Run what a worker runs at start, over zeros, and write the manifest."""
+    from worker_svc.checkpoint.config import V4Config
+    from worker_svc.gpu.loading import WARM_SIZES, warm_up
+
+    watch = CompileWatch.of_environment()
+    before, start = watch.ready(), time.perf_counter()
+    executor = _executor(V4Config.load(folder), config)
+    failures = []
+    for name, run in (
+        ("decode", executor.capture),
+        ("prefill", lambda: warm_up(executor, executor.info, config.step_tokens)),
+    ):
+        began = time.perf_counter()
+        try:
+            run()
+        except Exception as error:
+            log.exception("%s failed", name)
+            failures.append(f"{name}: {type(error).__name__}: {error}"[:500])
+        log.info("%s: %.1f s", name, time.perf_counter() - began)
+    seconds = time.perf_counter() - start
+    compiled = watch.new()
+    Manifest(
+        machine=machine,
+        model=digest,
+        decode=tuple(executor.buckets),
+        chunks=tuple(size for size in WARM_SIZES if size <= config.step_tokens),
+        seconds=round(seconds, 1),
+        kernels=before + compiled,
+        failures=tuple(failures),
+    ).write(root)
+    return {"seconds": round(seconds, 1), "compiled": compiled, "kernels": before + compiled, "failures": failures}
+
+
+def _executor(whole: V4Config, config: PrecacheConfig) -> GpuExecutor:
+    """A worker's executor over one hollow layer of each kind."""
+    from meshkit.types import ModelInfo
+    from worker_svc.checkpoint.quant_choice import choose_numerics
+    from worker_svc.gpu.executor import GpuExecutor
+    from worker_svc.gpu.layout import check_shapes
+    from worker_svc.gpu.loading import MAX_VERIFY, gpu
+    from worker_svc.gpu.pools import GpuPools
+    from worker_svc.gpu.transformer import Transformer
+    from worker_svc.gpu.weights import WeightLoader
+    from worker_svc.kv.layout import KvLayout
+    from worker_svc.precache.hollow import HollowSource, one_of_each
+    from worker_svc.sampling import VocabRules
+
+    check_shapes(whole)
+    device, cut = gpu(), one_of_each(whole)
+    context = min(config.context or whole.max_position_embeddings, whole.max_position_embeddings)
+    numerics = choose_numerics("fp4", quantization="fp4", kv_cache_dtype="auto", indexer_dtype="fp8")
+    layout = KvLayout(config=cut, numerics=numerics, max_verify=MAX_VERIFY)
+    pages = -(-context // PAGE_TOKENS) + config.step_tokens // PAGE_TOKENS + 1
+    pools = GpuPools(layout, slots=config.slots, pages=pages, tails=1, device=device)
+    info = ModelInfo(
+        name="precache",
+        revision="",
+        vocab_size=cut.vocab_size,
+        max_context=context,
+        eos_ids=(cut.eos_token_id,),
+        kv_layout_id="",
+        layers=cut.num_hidden_layers,
+    )
+    weights = WeightLoader(HollowSource(cut, device), device).model()
+    model = Transformer(weights, cut, pools, max_context=context, max_tokens=config.step_tokens + config.slots)
+    rules = VocabRules(vocab_size=cut.vocab_size, eos_ids=(cut.eos_token_id,))
+    return GpuExecutor(model=model, pools=pools, info=info, rules=rules, max_rows=config.slots)
+
+
+def _run(loaded: Loaded[PrecacheConfig]) -> int:
+    setup_logging("precache", fmt="text", level="info")
+    found = precache(loaded.value)
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 9 if found.get("problem") else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if the cache covers this machine and model."""
+    return service_main(PrecacheConfig, "precache", _run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
