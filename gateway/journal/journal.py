@@ -128,7 +128,7 @@ class Journal:
                 jitter = self._rng.uniform(0, self.config.resubmit_jitter_ns) if entry.attempt else 0
                 self._delay(entry, now_ns + int(jitter))
         elif change is Change.LOST:
-            self.status = replace(self.status, ready=False)
+            self.status = replace(self.status, ready=False, draining=False)  # the next one need not leave too
             self._rows.clear()
             self._calls.clear()
             for entry in self.entries.values():

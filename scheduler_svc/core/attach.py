@@ -24,7 +24,7 @@ from scheduler_svc.core import adopt, book, finish
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.request import Phase, Request, Seq
 from scheduler_svc.core.state import MS, Conn, Gateway, Lost, Rank, State, Worker
-from scheduler_svc.core.submit import never_fits
+from scheduler_svc.core.submit import never_fits, release_held
 
 
 def refuse(st: State, conn: Conn, reason: str) -> None:
@@ -185,6 +185,7 @@ def worker_dump(st: State, conn: Conn, worker: Worker, dump: Dump) -> None:
         refuse(st, conn, f"dump: {wrong}")
         return
     adopt.finish_dump(st, worker)
+    release_held(st)
 
 
 def worker_result(st: State, conn: Conn, worker: Worker, result: ResultFrame) -> None:

@@ -32,7 +32,7 @@ from scheduler_svc.core.explain import Explanation, explain
 from scheduler_svc.core.keymap import key_columns
 from scheduler_svc.core.reuse import Decision, decide
 from scheduler_svc.core.state import MS, Conn, Gateway, State, Worker
-from scheduler_svc.core.submit import dumps_done, submit
+from scheduler_svc.core.submit import release_held, submit
 
 log = logging.getLogger(__name__)
 
@@ -183,13 +183,12 @@ class Scheduler:
         door.learn(st)
         attach.suspects_due(st)
         compiled.due(st)
+        release_held(st)
         for req in list(st.requests.values()):
             if req.expire_ns and st.now >= req.expire_ns:
                 st.count("requests_abandoned")
                 for seq in list(req.choices):
                     finish.close(st, seq)
-            elif req.hold_until_ns and dumps_done(st):
-                req.hold_until_ns = 0
         for worker in st.workers.values():
             for key, orphan in list(worker.orphans.items()):
                 if st.now - orphan.since_ns >= st.limits.orphan_ms * MS:

@@ -180,6 +180,13 @@ def dumps_done(st: State) -> bool:
     return bool(st.limits.workers) and all(name in st.dumped for name in st.limits.workers)
 
 
+def release_held(st: State) -> None:
+    """Let resubmitted requests be placed anew, once no dump can bring a slot of theirs any more."""
+    if dumps_done(st):
+        for req in st.requests.values():
+            req.hold_until_ns = 0
+
+
 def _add_choice(st: State, req: Request, c: SubmitChoice) -> None:
     seq = Seq(req=req, choice=c.choice, row=c.row, row_gen=c.row_gen, ids=list(c.emitted))
     req.choices.append(seq)

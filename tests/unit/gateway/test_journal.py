@@ -391,10 +391,11 @@ def test_the_latest_count_of_kills_goes_with_the_next_attempt(rig):
 
 def test_status_is_kept_and_not_ready_without_a_scheduler(rig):
     assert not rig.journal.status.ready
-    rig.receive(SchedulerStatus(ready=True, running=3))
+    rig.receive(SchedulerStatus(ready=True, draining=True, running=3))
     assert rig.journal.status.ready
     rig(Closed(rig.conn))
     assert not rig.journal.status.ready and rig.journal.status.running == 3
+    assert not rig.journal.status.draining, "requests may wait for the one that follows"
 
 
 def test_a_silent_scheduler_is_given_up(rig):

@@ -405,8 +405,7 @@ def test_they_do_not_wait_longer_than_the_configured_workers_need():
     n.gate(g)
     n.resubmit(g, js)
     n.worker(boot=5, pages=24)
-    n.advance(250)
-    assert n.workers["w0"].frames
+    assert n.workers["w0"].frames, "at once: its dump was the last that could bring slots"
     n.run()
     n.expect(*js)
     n.idle()
