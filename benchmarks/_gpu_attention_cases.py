@@ -16,7 +16,6 @@ from worker_svc.ops.query_heads import IndexQuery, query_heads
 from worker_svc.ops.sparse_attention import DecodePlan, flash_mla
 from worker_svc.ops.sparse_attention import triton as attention_kernels
 from worker_svc.ops.top_entries import top_entries, top_rows
-from worker_svc.ops.triton_chain import set_chained
 
 HEADS, Q_LORA, GROUPS, TOP_K, RING, EPS = 64, 1024, 8, 512, 128, 1e-6
 SCALE = 512**-0.5
@@ -182,25 +181,6 @@ class Decode:
         attention_output.attention_output(*args)
 
 
-def chain(layer: Decode) -> None:
-    """Everything of a C4 layer's attention but the products, one after the other."""
-    layer.latents()
-    layer.compress(4)
-    layer.queries()
-    layer.score()
-    layer.select()
-    layer.paged(layer.far)
-
-
-def chain_early(layer: Decode) -> None:
-    """The same, each kernel launched before the one in front of it has ended."""
-    set_chained(True)
-    try:
-        chain(layer)
-    finally:
-        set_chained(False)
-
-
 DECODE_OPS: dict[str, Callable[[Any], None]] = {
     "lists": Decode.step,
     "latents": Decode.latents,
@@ -216,8 +196,6 @@ DECODE_OPS: dict[str, Callable[[Any], None]] = {
     "paged_window": lambda layer: layer.paged((None, None, None)),
     "flashmla": lambda layer: layer.library(layer.far),
     "output": Decode.output,
-    "chain": chain,
-    "chain_early": chain_early,
 }
 
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
@@ -32,7 +31,6 @@ def _kernel(
     per_group,
     HEADS: tl.constexpr,
 ):
-    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)  # of 128 values; 4 a head
     known = (block < heads * 4)[:, None]
@@ -57,6 +55,5 @@ def attention_output(o: Tensor, turns: Tensor, positions: Tensor, codes: Tensor,
     """See the door."""
     tokens, heads = o.shape[:2]
     _kernel[(tokens, triton.cdiv(heads, HEADS))](
-        o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=HEADS, num_warps=4,
-        **launch_options(),
-    )  # fmt: skip
+        o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=HEADS, num_warps=4
+    )

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import PAGE, codes_of, inverse, store_row, turn_pairs
 
@@ -172,7 +171,6 @@ def _kernel(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """GROUP tokens, one after the other; side 0 is the main compressor's, side 1 the indexer's."""
-    after_others()
     side = tl.program_id(1)
     width: tl.constexpr = 2560 if RATIO == 4 else 1024
     for number in range(GROUP):
@@ -203,7 +201,6 @@ def _keep_states(
     raw, raw_stride, ape, positions, slots, last_position, states, ring,
     RATIO: tl.constexpr, WIDTH: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    after_others()
     token = tl.program_id(0)
     position = tl.load(positions + token)
     if (position >= 0) & (position > tl.load(last_position + token) - ring):
@@ -239,7 +236,7 @@ def compress_step(
         0 if index is None else index.pool.stride(0),
         ring, tokens, eps,
         RATIO=ratio, BF16=pool.shape[1] == BF16_PAGE_BYTES, KEEP=keep, SLOTS=SLOTS, COPY=COPY, GROUP=group,
-        num_warps=8 if ratio == 4 else 16, **launch_options(),
+        num_warps=8,
     )  # fmt: skip
 
 
@@ -266,5 +263,5 @@ def compress_chunk(
     compress_step(*args, ratio=ratio, ring=ring, eps=eps, index=index, keep=False)
     _keep_states[(positions.shape[0],)](
         raw, raw.stride(0), ape, positions, slots, last_position, states, ring,
-        RATIO=ratio, WIDTH=states.shape[1], COPY=COPY, num_warps=4, **launch_options(),
+        RATIO=ratio, WIDTH=states.shape[1], COPY=COPY, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_numbers import dot
 from worker_svc.ops.triton_rows import PAGE
 
@@ -43,7 +42,6 @@ def _paged(
     codes, folded, heads, pool, page_bytes, table, table_stride, slots, lengths, scores, stride, width,
     PAGES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    after_others()
     token = tl.program_id(0)
     first = tl.program_id(1) * PAGES
     length = tl.minimum(tl.load(lengths + token), width)
@@ -66,7 +64,6 @@ def _ragged(
     codes, folded, heads, keys, key_scale, first, last, scores, stride, width, tokens,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    after_others()
     column = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     for number in range(tl.program_id(0) * QUERIES, tl.minimum((tl.program_id(0) + 1) * QUERIES, tokens)):
         token = number + tl.zeros((), tl.int32)
@@ -91,7 +88,7 @@ def paged_scores(
     width = scores.shape[1]
     _paged[(tokens, triton.cdiv(width, KEYS * PAGES))](
         codes, folded, heads, keys, keys.stride(0), table, table.stride(0), slots, lengths, scores, scores.stride(0),
-        width, PAGES=PAGES, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4, **launch_options(),
+        width, PAGES=PAGES, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4,
     )  # fmt: skip
 
 
@@ -103,5 +100,5 @@ def ragged_scores(
     width = scores.shape[1]
     _ragged[(triton.cdiv(tokens, QUERIES), triton.cdiv(width, KEYS))](
         codes, folded, heads, keys, key_scale, first, last, scores, scores.stride(0), width, tokens,
-        QUERIES=QUERIES, KEYS=KEYS, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4, **launch_options(),
+        QUERIES=QUERIES, KEYS=KEYS, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import codes_of, inverse, rounded_row, store_row
 
@@ -76,7 +75,6 @@ def _kernel(
     BF16: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    after_others()
     token = tl.program_id(0)
     if tl.program_id(1) == 0:
         _latent(qkv, qkv_stride, token, q_weight, codes, scale, scale_row, scale_column, eps, WIDTH, BLOCKS)
@@ -134,5 +132,4 @@ def latent_rows(
         BF16=window_pool.shape[1] == BF16_PAGE_BYTES,
         KEEP=keep,
         num_warps=4,
-        **launch_options(),
     )

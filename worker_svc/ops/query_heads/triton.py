@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_hadamard import sign_matrix
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
@@ -94,7 +93,6 @@ def _kernel(
     QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """QUERY_BLOCKS 0: indexer alone; INDEX_HEADS 0: heads alone. What is not there takes no registers."""
-    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1)
     turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64
@@ -133,26 +131,10 @@ def query_heads(
         )  # fmt: skip
     if index is None or tokens <= FEW_TOKENS:
         _kernel[(tokens, blocks + index_blocks)](
-            *args,
-            *extra,
-            QUERY_BLOCKS=blocks,
-            HEADS=HEADS,
-            INDEX_HEADS=index_tile,
-            FP16=fp16,
-            num_warps=4,
-            **launch_options(),
+            *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
         )
         return
-    _kernel[(tokens, blocks)](
-        *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4, **launch_options()
-    )
+    _kernel[(tokens, blocks)](*args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4)
     _kernel[(tokens, index_blocks)](
-        *args,
-        *extra,
-        QUERY_BLOCKS=0,
-        HEADS=HEADS,
-        INDEX_HEADS=index_tile,
-        FP16=fp16,
-        num_warps=4,
-        **launch_options(),
+        *args, *extra, QUERY_BLOCKS=0, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
     )

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
-from worker_svc.ops.triton_chain import after_others, launch_options
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
 
@@ -104,7 +103,6 @@ def _attend(
     FP8: tl.constexpr, FP16: tl.constexpr, ENTRIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One token, one split, HEADS heads. `entries_after`: bytes from the window pool to the entry pool."""
-    after_others()
     token = tl.program_id(0)
     split = tl.program_id(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -181,7 +179,6 @@ def _join(
     SPLITS: tl.constexpr, HEADS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token in blocks of 128 dims: weighted sum of the splits, as BF16 or turned back as E4M3."""
-    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)
     head = block // 4
@@ -281,7 +278,7 @@ def _launch(
         entries.data_ptr() - window.data_ptr(), entry_rows, entry_rows.stride(0), entry_len,
         part, lse, scale * LOG2E, splits,
         FP8=fp8, FP16=q.dtype == torch.float16, ENTRIES=far is not None, KEYS=tile.keys, HEADS=tile.heads,
-        num_warps=tile.warps, num_stages=tile.stages, **launch_options(),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return part, lse
 
@@ -291,24 +288,7 @@ def join(part: Tensor, lse: Tensor, sink: Tensor, out: Tensor) -> None:
     tokens, splits, heads = lse.shape
     grid, tiles = _join_shape(tokens, splits, heads)
     _join[grid](
-        part,
-        lse,
-        sink,
-        out,
-        lse,
-        lse,
-        out,
-        lse,
-        0,
-        0,
-        0,
-        heads,
-        1,
-        splits,
-        **tiles,
-        QUANTISE=False,
-        num_warps=4,
-        **launch_options(),
+        part, lse, sink, out, lse, lse, out, lse, 0, 0, 0, heads, 1, splits, **tiles, QUANTISE=False, num_warps=4
     )
 
 
@@ -320,7 +300,7 @@ def join_quantised(
     grid, tiles = _join_shape(tokens, splits, heads)
     _join[grid](
         part, lse, sink, codes, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], splits,
-        **tiles, QUANTISE=True, num_warps=4, **launch_options(),
+        **tiles, QUANTISE=True, num_warps=4,
     )  # fmt: skip
 
 

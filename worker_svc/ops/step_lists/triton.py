@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_chain import after_others, launch_options
-
 if TYPE_CHECKING:
     from worker_svc.ops.step_lists import ChunkLists, DecodeLists
 
@@ -52,7 +50,6 @@ def _decode(
     width,
     BLOCK: tl.constexpr,
 ):
-    after_others()
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.maximum(tl.load(slots + token), 0)
@@ -109,7 +106,6 @@ def _chunk(
     c128_width,
     BLOCK: tl.constexpr,
 ):
-    after_others()
     token = tl.program_id(0)
     position = tl.load(positions + token)
     slot = tl.maximum(tl.load(slots + token), 0)
@@ -176,7 +172,6 @@ def decode_lists(
         out.c128_rows.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
-        **launch_options(),
     )
 
 
@@ -219,5 +214,4 @@ def chunk_lists(
         out.c128_index.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
-        **launch_options(),
     )

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_chain import after_others, launch_options
-
 TILE = 4096
 """Scores of one program at most."""
 
@@ -60,7 +58,6 @@ def _kernel(
     scores, stride, entries, lengths, slots, table, table_stride, base, keys_out, out, out_stride, k,
     FIRST: tl.constexpr, LAST: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr, K_TILE: tl.constexpr,
 ):  # fmt: skip
-    after_others()
     token = tl.program_id(0)
     tile = tl.program_id(1)
     place = tile * TILE + tl.arange(0, TILE)
@@ -112,7 +109,7 @@ def _select(
         _kernel[(tokens, tiles)](
             keys, stride, entries, lengths, slots, table, table.stride(0), base, chosen_keys, chosen, chosen.stride(0),
             k, FIRST=first, LAST=last, PAGED=paged, TILE=tile, K_TILE=triton.next_power_of_2(k),
-            num_warps=4 if tile <= 1024 else 8, **launch_options(),
+            num_warps=4 if tile <= 1024 else 8,
         )  # fmt: skip
         if last:
             return
