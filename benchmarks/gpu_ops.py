@@ -272,75 +272,6 @@ def routing(bench: Bench, tokens: Sequence[int]) -> None:
             bench.exact(f"quant_{t}", same and torch.equal(scale, quant_fp8.scale_value(exponent)))
 
 
-def chain(bench: Bench) -> None:
-    """What runs between two attention sublayers, in a row: with launches overlapped and without; the same results."""
-    from worker_svc.ops import expert_sort, triton_numbers
-    from worker_svc.ops.expert_sort import triton as sort_kernels
-    from worker_svc.ops.hyper_boundary import BoundaryRules, Workspace, prepare_mixer
-    from worker_svc.ops.hyper_boundary import triton as mixing
-    from worker_svc.ops.skinny_gemm import triton as products
-    from worker_svc.ops.swiglu_experts import Hidden
-    from worker_svc.ops.swiglu_experts import triton as middle_kernels
-    from worker_svc.ops.topk_gate import triton as gate_kernels
-
-    rules = BoundaryRules(20, 1e-6, 1e-6)
-    shapes = ((24, 4 * D), (3,), (24,))
-    mixers = [
-        prepare_mixer(*(bench.randn(*shape, dtype=torch.float32, scale=0.01) for shape in shapes)) for _ in range(40)
-    ]
-    router = [bench.randn(EXPERTS, D) for _ in range(40)]
-    for t in (1, 64):
-        space = Workspace(t, D, "meta" if bench.warming else bench.device)
-        if bench.warming:
-            space.partials = torch.empty(space.partials.numel())
-        x, o, norm = bench.randn(t, 4, D), bench.randn(t, D), bench.randn(D, dtype=torch.float32)
-        post, comb = (bench.randn(t, n, dtype=torch.float32).sigmoid() for n in (4, 16))
-        bias, hidden = bench.randn(EXPERTS, dtype=torch.float32) * 0.1, bench.randn(t * K, 2 * INNER, scale=3.0)
-        new, y, q = bench.empty(t, 4, D), bench.empty(t, D), bench.empty(t, D, dtype=torch.float8_e4m3fn)
-        sf = bench.empty(t, D // 128, dtype=torch.float32)
-        post2, comb2 = bench.empty(t, 4, dtype=torch.float32), bench.empty(t, 16, dtype=torch.float32)
-        logits = bench.empty(8, t, EXPERTS, dtype=torch.float32)
-        ids, weights = bench.empty(t, K, dtype=torch.int32), bench.empty(t, K, dtype=torch.float32)
-        order = expert_sort.allocate(t, K, EXPERTS, 8, "cpu" if bench.warming else bench.device)
-        inner, inner_scale = (
-            bench.empty(t * K, INNER, dtype=torch.float8_e4m3fn),
-            bench.empty(t * K, INNER // 128, dtype=torch.float32),
-        )
-        seen = []
-        for overlapped in (False, True):
-            triton_numbers.overlap_launches(overlapped)
-            steps: list[Callable[[], object]] = []
-            for mixer, gate in zip(mixers, router):
-                steps += [
-                    partial(mixing.post_mix, x, new, post, comb, mixer, space, o, None, None),
-                    partial(mixing.pre_norm, new, mixer, space, norm, rules, y, post2, comb2, q, sf, None),
-                    partial(products.bf16, y, gate, logits),
-                    partial(gate_kernels.select, logits, bias, ids, weights, 1.5, None),
-                    partial(
-                        sort_kernels.sort_slots,
-                        ids,
-                        order.slots,
-                        order.experts,
-                        order.num_padded,
-                        order.layout,
-                        order.counts,
-                        8,
-                    ),
-                    partial(middle_kernels.middle, Hidden(hidden, inner, inner_scale, weights.view(-1)), None, 10.0),
-                ]
-            if bench.warming:
-                for step in steps[:6]:
-                    step()
-                continue
-            micros = bench.time(steps, 7) * 6
-            bench.record(f"chain_{t}_{'overlapped' if overlapped else 'plain'}", micros)
-            results = (new, y, post2, comb2, sf, ids, weights, inner_scale, order.num_padded)
-            seen.append([result.clone() for result in results] + [q.float(), inner.float()])
-        triton_numbers.overlap_launches(False)
-        if seen:
-            bench.exact(f"chain_{t}", all(torch.equal(a, b) for a, b in zip(*seen)))
-
-
 # Skinny products
 
 
@@ -764,7 +695,6 @@ def sampling(bench: Bench, rows: Sequence[int]) -> None:
 PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary": lambda bench, tune: boundary(bench, (1, 8, 64, 256, 1024, 4096)),
     "routing": lambda bench, tune: routing(bench, (1, 8, 64, 256, 1024, 4096, 16384)),
-    "chain": lambda bench, tune: chain(bench),
     "skinny": lambda bench, tune: skinny(bench, (1,) if tune else ROWS, tune=tune),
     "experts": lambda bench, tune: experts(bench, TOKENS),
     "boundary_cuts": lambda bench, tune: boundary_cuts(bench),

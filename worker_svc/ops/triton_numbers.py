@@ -9,32 +9,10 @@ bits; INTERPRETED takes the long way there, with the results of the GPU. Import 
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-LAUNCH: dict[str, bool] = {}
-"""Options of every launch of a kernel that begins with `start`; see `overlap_launches`."""
 E4M3_MAX = tl.constexpr(448.0)
 AMAX_FLOOR = tl.constexpr(1e-4)
-
-
-def overlap_launches(on: bool) -> None:
-    """Place a kernel's programs while the one before it still runs (Hopper's programmatic dependent launch).
-
-    Only kernels that call `start` may be launched so: they wait there, before they touch what others wrote.
-    """
-    LAUNCH.clear()
-    if on and not INTERPRETED.value:
-        LAUNCH["launch_pdl"] = True
-
-
-@triton.jit
-def start():
-    """First line of a kernel: let the next one be placed, then wait until the one before is through. What was loaded
-    above this line must be constant (weights)."""
-    if not INTERPRETED:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.expert_sort.ref import CHUNK
-from worker_svc.ops.triton_numbers import LAUNCH, start
 
 
 def sort_slots(
@@ -23,7 +22,7 @@ def sort_slots(
     size = CHUNK if chunks > 1 else max(32, triton.next_power_of_2(total))
     width = triton.next_power_of_2(num_experts)
     if chunks > 1:
-        _count[(chunks,)](ids, counts, total, EXPERTS=num_experts, WIDTH=width, SIZE=size, num_warps=8, **LAUNCH)
+        _count[(chunks,)](ids, counts, total, EXPERTS=num_experts, WIDTH=width, SIZE=size, num_warps=8)
     _place[(num_experts, chunks)](
         ids,
         counts,
@@ -41,7 +40,6 @@ def sort_slots(
         BLOCK=block,
         BLOCK_POW2=triton.next_power_of_2(block),
         num_warps=8 if size >= 2048 else 4 if size >= 256 else 1,
-        **LAUNCH,
     )
 
 
@@ -55,7 +53,6 @@ def _histogram(ids_ptr, first, total, WIDTH: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["total"])
 def _count(ids_ptr, counts_ptr, total, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    start()
     chunk = tl.program_id(0)
     e = tl.arange(0, WIDTH)
     tl.store(counts_ptr + chunk * EXPERTS + e, _histogram(ids_ptr, chunk * SIZE, total, WIDTH, SIZE), mask=e < EXPERTS)
@@ -80,7 +77,6 @@ def _place(
     BLOCK_POW2: tl.constexpr,
 ):
     """The slots of one expert in one chunk; chunk 0 also fills the expert's padding and block numbers."""
-    start()
     expert = tl.program_id(0)
     chunk = tl.program_id(1)
     e = tl.arange(0, WIDTH)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
-from worker_svc.ops.triton_numbers import LAUNCH, dot, pinned, pow2_scale, scaled_e4m3, start, to_bf16
+from worker_svc.ops.triton_numbers import dot, pinned, pow2_scale, scaled_e4m3, to_bf16
 
 EMBED, OUTPUT, EXPERTS = 0, 1, 2
 _COLUMNS = Workspace.COLUMNS
@@ -51,10 +51,13 @@ def split(tokens: int, width: int) -> Split:
     if tokens <= GRAM_TOKENS:
         channels = min(64 if tokens <= 16 else 128, width)
         return Split(16, channels, 1, -(-width // channels), 4)
-    rows, parts = (16, 8) if tokens <= 1024 else (64, 4)
+    if tokens <= 1024:
+        rows, parts, stages = 16, 8, 3 if tokens <= 512 else 2
+    else:
+        rows, parts, stages = (32, 4, 3) if tokens <= 2048 else (64, 2, 3)
     channels = 64 if rows < 64 else 32
     tiles = -(-width // (channels * parts))
-    return Split(rows, channels, tiles, -(-width // (channels * tiles)), 4)
+    return Split(rows, channels, tiles, -(-width // (channels * tiles)), 4, stages)
 
 
 def embed_mix(ids: Tensor, embed: Tensor, x_out: Tensor, mixer: Mixer, workspace: Workspace) -> None:
@@ -138,7 +141,6 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
         PARTS=cut.parts,
         num_warps=cut.warps,
         num_stages=cut.stages,
-        **LAUNCH,
     )
 
 
@@ -174,7 +176,6 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
             NORM_EPS=rules.norm_eps,
             TOKENS=WEIGHT_TOKENS,
             num_warps=max(1, WEIGHT_TOKENS // 32),
-            **LAUNCH,
         )
     _collapse_norm[(asked, pieces + (cut.gram and not head))](
         x,
@@ -207,7 +208,6 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
         PIECES=pieces,
         BLOCK=block,
         num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
-        **LAUNCH,
     )
 
 
@@ -239,13 +239,12 @@ def _mix_streams(
     part = tl.program_id(1)
     column = tl.arange(0, 32)
     if GRAM:
-        # Weights first: they are on their way while everything else is waited for.
+        # Weights first: no load may pass the stores below, and these come from afar.
         c = part * CHANNELS + tl.arange(0, CHANNELS)
         h0, l0 = _mixer_rows(high_ptr, low_ptr, 0, c, column, WIDTH, OUTPUTS)
         h1, l1 = _mixer_rows(high_ptr, low_ptr, WIDTH, c, column, WIDTH, OUTPUTS)
         h2, l2 = _mixer_rows(high_ptr, low_ptr, 2 * WIDTH, c, column, WIDTH, OUTPUTS)
         h3, l3 = _mixer_rows(high_ptr, low_ptr, 3 * WIDTH, c, column, WIDTH, OUTPUTS)
-    start()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = t < num_tokens
     t64 = t.to(tl.int64)
@@ -382,7 +381,6 @@ def _collapse_norm(
     BLOCK: tl.constexpr,
 ):
     """Program (row, piece): BLOCK channels of one token's input; the last piece makes post and comb instead."""
-    start()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     t = row
@@ -463,7 +461,6 @@ def _mixing_weights(
     TOKENS: tl.constexpr,
 ):
     """pre, and post and comb where there is no head, of TOKENS tokens: everything here is a vector over tokens."""
-    start()
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = row < asked
     t = row

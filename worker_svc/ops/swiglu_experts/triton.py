@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_numbers import LAUNCH, pow2_scale, scaled_e4m3, start, to_bf16
+from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3, to_bf16
 
 if TYPE_CHECKING:
     from worker_svc.ops.swiglu_experts import Hidden
@@ -44,7 +44,6 @@ def middle(routed: Hidden, shared: Hidden | None, limit: float) -> None:
         WEIGHTED=routed.weights is not None,
         BLOCKS=piece // 128,
         num_warps=warps,
-        **LAUNCH,
     )
 
 
@@ -55,7 +54,7 @@ def middle_bf16(hidden: Tensor, weights: Tensor, out: Tensor, limit: float) -> N
         return
     piece, warps = _piece(rows, inner)
     _middle_bf16[(rows, triton.cdiv(inner, piece))](
-        hidden, weights, out, limit, WIDTH=inner, BLOCKS=piece // 128, num_warps=warps, **LAUNCH
+        hidden, weights, out, limit, WIDTH=inner, BLOCKS=piece // 128, num_warps=warps
     )
 
 
@@ -86,7 +85,6 @@ def _middle(
     WEIGHTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    start()
     row = tl.program_id(0)
     if row < rows:
         weight = 1.0
@@ -132,7 +130,6 @@ def _row(
 
 @triton.jit
 def _middle_bf16(hidden_ptr, weights_ptr, out_ptr, limit, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
-    start()
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     inner = _swiglu(hidden_ptr + row * (2 * WIDTH), d, tl.load(weights_ptr + row), limit, WIDTH)

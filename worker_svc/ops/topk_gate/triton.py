@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops.triton_numbers import LAUNCH, start
-
 
 def select(
     logits: Tensor, bias: Tensor, experts: Tensor, weights: Tensor, factor: float, positions: Tensor | None
@@ -57,7 +55,6 @@ def _launch(logits, bias, table, ids, experts, weights, factor, positions, *, ha
         HASHED=hashed,
         PADDED=positions is not None,
         num_warps=1 if parts == 1 else 4,
-        **LAUNCH,
     )
 
 
@@ -82,7 +79,6 @@ def _select(
     PADDED: tl.constexpr,
 ):
     """One token. A padding token (position -1) gets expert -1 and weight 0."""
-    start()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_POW2)
     there = e < EXPERTS
