@@ -43,9 +43,7 @@ REFUSED: Final = _names(
     "unevaluatedItems additionalItems contentEncoding contentMediaType contentSchema $anchor $dynamicAnchor "
     "$dynamicRef $recursiveRef $recursiveAnchor $vocabulary nullable discriminator"
 )
-_ANY_CHARACTERS: Final = re.compile(
-    r"\^\.\{(\d{1,9}),(\d{0,9})\}\$"
-)  # a length in other words, and much dearer as a pattern
+_LENGTHS: Final = re.compile(r"\^\.\{(\d{1,9}),(\d{0,9})\}\$")  # lengths in other words, and dearer ones
 # The compiler's own rules take leading zeros, the 31st of any month, and labels of any length.
 _OCTET: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DATE: Final = (
@@ -192,7 +190,7 @@ class _Walk:
         if "pattern" in part:
             if not isinstance(part["pattern"], str):
                 raise SourceError("must be text", f"{place}/pattern")
-            if lengths := _ANY_CHARACTERS.fullmatch(part["pattern"]):
+            if lengths := _LENGTHS.fullmatch(part["pattern"]):
                 part = {"minLength": int(lengths[1])} | ({"maxLength": int(lengths[2])} if lengths[2] else {})
                 self._counts(part, "minLength", "maxLength", place)
             else:
