@@ -275,9 +275,9 @@ class Generation:
         return self._ended(job, choice, answer)
 
     def _emitted(self, job: Job, choice: Choice, emit: Emit) -> Update:
-        if job.waiting:
+        if job.waiting:  # who prefilled the prompt answers first; a later place in the mesh may have found more of it
             self._leave_queue(job)
-        job.cached_tokens = max(job.cached_tokens, emit.cached_tokens)
+            job.cached_tokens = emit.cached_tokens
         ids: Sequence[int] = emit.ids
         logprobs = emit.logprobs
         parser = choice.output

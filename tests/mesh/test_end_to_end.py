@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 import urllib.request
 
 import aiohttp
@@ -137,6 +138,64 @@ async def test_vanishing_clients_free_their_requests_and_leave_the_others_alone(
     assert _gauge(url, "vllm:num_requests_waiting") == 0
     # Pages a finished request published stay cached; none may be owned by a request that is gone.
     assert _server_info(url)["scheduler"]["running"] == 0
+
+
+def test_e10_choices_of_a_stream_are_told_apart(client):
+    """https://github.com/sgl-project/sglang/issues/2912"""
+    arguments = {"model": MODEL, "messages": STORY, "max_tokens": 20, "seed": 9, "n": 3}
+    whole = [choice.message.content for choice in client.chat.completions.create(**arguments).choices]
+    texts, roles, finishes = ["", "", ""], [0, 0, 0], [0, 0, 0]
+    for chunk in client.chat.completions.create(**arguments, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles[choice.index] += choice.delta.role is not None
+        finishes[choice.index] += choice.finish_reason is not None
+    assert texts == whole and roles == finishes == [1, 1, 1]
+
+
+def test_e11_a_long_prompt_is_read_once_and_usage_says_so(client):
+    """https://github.com/sgl-project/sglang/issues/4707"""
+    story = [{"role": "user", "content": "A fox and a lamp, and eleven more. " * 90}]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for _ in range(2):
+        last = list(client.chat.completions.create(model=MODEL, messages=story, max_tokens=3, **options))[-1]
+    usage = last.usage
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert not last.choices and 0 < cached == usage.prompt_cache_hit_tokens
+    assert usage.prompt_cache_hit_tokens + usage.prompt_cache_miss_tokens == usage.prompt_tokens
+
+
+async def test_e15_a_client_that_leaves_a_long_answer_frees_its_place(url, client):
+    """https://github.com/sgl-project/sglang/issues/37833"""
+    body = {"model": MODEL, "messages": STORY, "max_tokens": 100_000, "stream": True, "ignore_eos": True}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+            chunks = 0
+            async for line in answer.content:
+                chunks += line.startswith(b"data: {")
+                if chunks == 3:
+                    break
+            answer.close()
+        left = time.monotonic()
+        while _server_info(url)["scheduler"]["running"] and time.monotonic() - left < 10:
+            await asyncio.sleep(0.02)
+    assert time.monotonic() - left < 2
+    later = client.chat.completions.create(model=MODEL, messages=STORY, max_tokens=4)
+    assert later.choices[0].message.content
+
+
+def test_e23_a_seed_repeats_all_choices_and_none_repeats_none(client):
+    """https://github.com/vllm-project/vllm/issues/10852"""
+
+    def asked(**options):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=30, temperature=1, n=4, **options
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    assert asked() != asked()
+    first = asked(seed=7)
+    assert first == asked(seed=7) and len(set(first)) == 4
 
 
 def test_bad_input_is_refused_and_the_next_request_is_served(client):
