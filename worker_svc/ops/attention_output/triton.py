@@ -17,7 +17,7 @@ from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 HEADS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _kernel(
     o,
     turns,

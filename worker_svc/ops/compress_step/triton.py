@@ -163,7 +163,7 @@ def _keep_own(
             _keep(source, bias, target, 2048, 512, COPY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _kernel(
     raw, raw_stride, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, page_bytes,
     index_norm, index_pool, index_page_bytes, ring, tokens, eps,

@@ -59,7 +59,7 @@ def _paged(
             tl.store(scores + token.to(tl.int64) * stride + entry, found, mask=entry < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _ragged(
     codes, folded, heads, keys, key_scale, first, last, scores, stride, width, tokens,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,

@@ -28,7 +28,7 @@ def _insert(values, stride, pool, page_bytes, rows, BF16: tl.constexpr):
         store_row(y, pool, row, page_bytes, BF16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather(pool, page_bytes, rows, count, out, out_stride, ROWS: tl.constexpr, BF16: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=-1)
@@ -37,7 +37,7 @@ def _gather(pool, page_bytes, rows, count, out, out_stride, ROWS: tl.constexpr, 
     tl.store(target, values, mask=(number < count)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gather_index(pool, page_bytes, rows, count, codes, scale, ROWS: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=-1)

@@ -52,7 +52,7 @@ def _kv_row(x_ptr, weight, turns, position, eps):
     return y * cos + partner * tl.where(place % 2 == 0, -sin, sin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _kernel(
     qkv,
     qkv_stride,

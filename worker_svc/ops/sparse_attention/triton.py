@@ -172,7 +172,7 @@ def _attend(
     _store_part(target, head, heads, o3, scale, 448, 64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_column"])
 def _join(
     part, lse, sink, out, turns, positions, codes, scale, scale_token, scale_group, scale_column,
     heads, per_group, splits,
