@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MS = 1_000_000
 HANG_MS = 30_000
 """Nobody got an id and nothing ended for so long, with no fault going on: the open requests hang."""
-AUDIT_EVERY = 16
+AUDIT_EVERY = 64
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ from scheduler_svc.core.prefix import PrefixIndex
 from scheduler_svc.core.reuse import Prices
 from scheduler_svc.core.state import Worker
 from scheduler_svc.core.trie import PageTrie
+from tests.sim.runner import collector_off
 from tests.sim.scenario import draw
 from tests.sim.shrink import attempt
 from worker_svc.core import book as worker_book
@@ -45,6 +46,13 @@ class Mutant:
     patches: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
 
     @property
+    def halves(self) -> "tuple[Mutant, ...]":
+        """Each of its patches alone. A bug of several patches takes out rules that cover each other."""
+        if len(self.patches) == 1:
+            return ()
+        return tuple(Mutant(f"{self.name}: {patch[1]} alone", (patch,)) for patch in self.patches)
+
+    @property
     def originals(self) -> list[tuple[Any, str, Any]]:
         """What the patched names were when this module was loaded."""
         return [(owner, name, _ORIGINALS[(id(owner), name)]) for owner, name, _ in self.patches]
@@ -52,10 +60,10 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The first seed that showed the bug, and what it broke."""
+    """The first seed that showed the bug, the processor time until then, and what it broke."""
 
     seed: int
-    seconds: float
+    cpu_s: float
     message: str
 
 
@@ -68,14 +76,18 @@ def planted(mutant: Mutant) -> Iterator[None]:
         yield
 
 
-def hunt(mutant: Mutant, first: int, limit: int) -> Found | None:
-    """Run seeds until one fails."""
-    started = time.monotonic()
-    with planted(mutant):
+def hunt(mutant: Mutant, first: int, limit: int, cpu_s: float = 1e9) -> Found | None:
+    """Run seeds until one fails, at most so many and so many seconds of processor time."""
+    started = time.process_time()
+    with planted(mutant), collector_off() as seed_done:
         for seed in range(first, first + limit):
             failure = attempt(draw(seed))[1]
+            spent = time.process_time() - started
             if failure is not None and not _fails_anyway(mutant, seed):
-                return Found(seed, time.monotonic() - started, failure.message)
+                return Found(seed, spent, failure.message)
+            if spent > cpu_s:
+                return None
+            seed_done()
     return None
 
 
