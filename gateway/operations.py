@@ -57,7 +57,7 @@ async def health_generate(gateway: Gateway, exchange: Exchange) -> web.StreamRes
     gateway.check_ready()
     if gateway.admission.streams == 0:
         sampling = check_sampling(SamplingFields(max_tokens=1, temperature=0.0), gateway.model, gateway.limits)
-        job = gateway.job(exchange, sampling, [0], raw_parsers(gateway, sampling), param="input_ids")
+        job = gateway.job(exchange, sampling, [0], raw_parsers(gateway, sampling), param="input_ids", constraint=None)
         with gateway.generation(exchange, [job]) as generation:
             generation.start()
             try:

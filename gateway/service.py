@@ -139,7 +139,7 @@ class Gateway:
         salt: str = "",
         priority: int = 0,
         rid: str = "",
-        constraint: Constraint | None = None,
+        constraint: Constraint | None,
         thinking: bool = False,
     ) -> Job:
         """A prompt with its n choices, within the context; lowering max_tokens is told in a header.

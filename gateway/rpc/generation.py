@@ -205,7 +205,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         gateway.check_ready()
         ids = await encode_raw(gateway, prompt, param=param)
         parsers = raw_parsers(gateway, sampling)
-        return gateway.job(caller, sampling, ids, parsers, param=param, salt=salt, priority=priority, rid=label)
+        return gateway.job(
+            caller,
+            sampling,
+            ids,
+            parsers,
+            param=param,
+            salt=salt,
+            priority=priority,
+            rid=label,
+            constraint=sampling.constraint,
+        )
 
     async def _batch(self, caller: Caller, requests: AsyncIterator[pb.GenerateRequest], send: Send) -> None:
         """Every request in a task of its own; a failed one is answered by a Failure and harms no other."""
@@ -228,10 +238,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                 for count in ("prompt_tokens", "output_tokens"):
                     caller.notes[count] = caller.notes.get(count, 0) + mine.notes.get(count, 0)
 
-        async with asyncio.TaskGroup() as tasks:
-            async for request in requests:
-                await room.acquire()
-                tasks.create_task(one(request))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await room.acquire()
+                    tasks.create_task(one(request))
+        except* ApiError as group:  # the stream's own fault: its client does not read
+            slow = group.exceptions[0]
+        else:
+            return
+        raise slow
 
 
 def _prompt(request: pb.GenerateRequest) -> tuple[str, Prompt]:

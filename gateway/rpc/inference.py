@@ -90,7 +90,7 @@ class InferenceServicer(inference_pb2_grpc.GRPCInferenceServiceServicer):
         text = _text(request)
         gateway.check_ready()
         ids = await encode_raw(gateway, text, param=INPUT)
-        job = gateway.job(caller, sampling, ids, raw_parsers(gateway, sampling), param=INPUT)
+        job = gateway.job(caller, sampling, ids, raw_parsers(gateway, sampling), param=INPUT, constraint=None)
         parts: list[str] = []
         with gateway.generation(caller, [job]) as generation:
             generation.start()

@@ -18,11 +18,14 @@ from meshpb.v1 import generation_pb2_grpc, scheduler_pb2
 
 from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
+from gateway.errors import ApiError
+from gateway.rpc.generation import GenerationServicer
 from gateway.rpc.listener import RpcListener
 from meshkit.frames import Verdict
 from meshkit.models import DEFAULT_MODEL
 from meshkit.obs import Tracing
 from meshkit.testing import until
+from meshkit.types import GrammarKind
 
 TEXT = "Once there was a fox, and a lamp, and 😀é."
 
@@ -138,6 +141,29 @@ async def test_bad_requests_name_the_field(stub, mesh, fields, field, words):
     assert not mesh.starts
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kind", "text"),
+    [
+        ({"json_schema": '{"type": "integer"}'}, GrammarKind.JSON_SCHEMA, '{"type": "integer"}'),
+        ({"regex": "a+"}, GrammarKind.REGEX, "a+"),
+        ({"ebnf": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
+        ({"structural_tag": '{"format": {}}'}, GrammarKind.STRUCTURAL_TAG, '{"format": {}}'),
+        ({"json_object": True}, GrammarKind.JSON_OBJECT, ""),
+        ({"choice": pb.ChoiceList(values=["a", "b"])}, GrammarKind.CHOICE, '["a", "b"]'),
+    ],
+)
+async def test_every_constraint_reaches_the_mesh_and_its_refusal_the_client(stub, mesh, sampling, kind, text):
+    asked = pb.Sampling(**sampling)
+    chat = pb.ChatCompletionRequest(messages=[pb.ChatMessage(role="user", content="Hi")], sampling=asked)
+    for call in (stub.Generate(raw(sampling=asked)), stub.ChatCompletion(chat)):
+        assert [answer async for answer in call]
+        grammar = mesh.starts[-1].grammar
+        assert (grammar.kind, grammar.text) == (kind, text)
+    mesh.refusal = (Verdict.BAD_GRAMMAR, "cannot be had", 0, "/a")
+    error = await failed(stub.Generate(raw(sampling=asked)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT and "cannot be had" in error.details()
+
+
 async def test_other_models_and_no_prompt(stub):
     error = await failed(stub.Generate(raw(model="gpt-9")))
     assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -217,6 +243,19 @@ async def test_a_batch_answers_every_request_and_fails_single_ones(stub, mesh):
                 failures[answer.request_id] = answer.failure
     assert texts == {f"r{n}": f"to {n}" for n in range(1, 40)} and ends == set(texts)
     assert set(failures) == {"bad"} and (failures["bad"].status, failures["bad"].param) == (400, "top_p")
+
+
+async def test_a_batch_whose_client_does_not_read_ends_with_that(stub, monkeypatch):
+    async def stuck(self, caller, request, send):
+        raise ApiError(429, "the client has read nothing for 30 s", code="slow_client")
+
+    monkeypatch.setattr(GenerationServicer, "_generate", stuck)
+
+    async def feed():
+        yield raw()
+
+    error = await failed(stub.GenerateBatch(feed()))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "has read nothing" in error.details()
 
 
 async def test_chat_parts_reasoning_text_and_calls(stub, mesh, tokenizer):
