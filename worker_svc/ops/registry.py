@@ -72,17 +72,22 @@ PACKAGES: Mapping[str, Package] = {
 }
 
 # Best first. "torch" runs anywhere; on a GPU it is for checks: some of it waits for the device, so no graph holds it.
+# With one backend there is nothing to pin: that is what the operation runs on a GPU, and on the CPU it is torch.
 OPS: Mapping[str, tuple[str, ...]] = {
     "fp8_gemm": ("deep_gemm", "triton", "torch"),
     "bf16_gemm": ("torch",),
     "experts": ("humming", "torch"),
     "sparse_attention": ("flash_mla", "triton", "torch"),
     "index_scores": ("deep_gemm", "triton", "torch"),
-    "top_entries": ("triton", "torch"),
-    "latent_rows": ("triton", "torch"),
-    "query_heads": ("triton", "torch"),
-    "compress_kv": ("triton", "torch"),
-    "attention_output": ("triton", "torch"),
+    "paged_attention": ("triton",),
+    "top_entries": ("triton",),
+    "latent_rows": ("triton",),
+    "query_heads": ("triton",),
+    "compress_step": ("triton",),
+    "attention_output": ("triton",),
+    "kv_rows": ("triton",),
+    "step_lists": ("triton",),
+    "slot_step": ("triton",),
     "hyper_boundary": ("triton", "torch"),
     "topk_gate": ("triton", "torch"),
     "expert_sort": ("triton", "torch"),
@@ -176,6 +181,8 @@ def choose(op: str, pins: Mapping[str, str]) -> Choice:
         if not reason:
             return Choice(op, name, wanted is not None, passed, pip)
         passed[name] = reason
+    if wanted is None:
+        return Choice(op, "torch", False, passed, pip)
     name, reason = next(iter(passed.items()))
     fix = f"; pip install {PACKAGES[name].pip}" if not probe(name).available else ""
     raise KernelError(f"--kernel {op}={name}: {reason}{fix}")
@@ -198,6 +205,11 @@ def _obstacle(name: str) -> str:
 def backend(op: str) -> str:
     """The chosen backend's name, pins applied."""
     return choose(op, _pins).backend
+
+
+def on_kernel(op: str, is_cuda: bool) -> bool:
+    """True if an operation on such tensors is our kernel's: not on the CPU, and not where torch is pinned."""
+    return is_cuda and backend(op) == "triton"
 
 
 def table(pins: Iterable[str] = ()) -> dict[str, object]:

@@ -49,12 +49,27 @@ def test_unknown_pins_are_refused_with_what_there_is(pin, says):
         registry.parse_pins([pin])
 
 
+@pytest.mark.usefixtures("hopper")
+def test_what_has_one_backend_cannot_be_pinned_to_another():
+    assert registry.backend("latent_rows") == "triton"
+    with pytest.raises(KernelError, match="has the backends triton"):
+        registry.parse_pins(["latent_rows=torch"])
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_pinned_torch_takes_the_kernel_away():
+    assert registry.on_kernel("topk_gate", True) and not registry.on_kernel("topk_gate", False)
+    registry.pin(["topk_gate=torch"])
+    assert not registry.on_kernel("topk_gate", True)
+
+
 def test_another_chip_is_told_apart(hopper, monkeypatch):
     monkeypatch.setattr(registry, "chip", lambda: 80)
     assert registry.choose("fp8_gemm", {}).backend == "torch"
     assert "SM 80" in registry.choose("fp8_gemm", {}).passed_over["triton"]
     monkeypatch.setattr(registry, "chip", lambda: 0)
     assert registry.choose("sample", {}).passed_over == {"triton": "no NVIDIA GPU"}
+    assert registry.choose("kv_rows", {}).backend == "torch"
 
 
 @pytest.mark.parametrize(

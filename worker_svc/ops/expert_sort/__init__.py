@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.expert_sort import ref
 
 
@@ -53,7 +54,7 @@ def sort_slots(ids: Tensor, out: Sorted) -> None:
     """ids int32 [T, K] contiguous, distinct in a row; -1 (padding tokens) goes nowhere. Fills `out`."""
     assert ids.dtype == torch.int32 and ids.dim() == 2 and ids.is_contiguous(), (ids.dtype, ids.shape)
     assert out.slots.numel() >= capacity(ids.numel(), out.layout.numel() - 1, out.block), "allocated for fewer tokens"
-    if ids.is_cuda:
+    if registry.on_kernel("expert_sort", ids.is_cuda):
         from worker_svc.ops.expert_sort import triton
 
         triton.sort_slots(ids, out.slots, out.experts, out.num_padded, out.layout, out.counts, out.block)

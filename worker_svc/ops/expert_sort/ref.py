@@ -20,6 +20,6 @@ def sort_slots(ids: Tensor, slots: Tensor, experts: Tensor, num_padded: Tensor, 
     order = live[flat[live].argsort(stable=True)]
     first = (blocks.cumsum(0) - blocks) * block
     slots[: int(num_padded)] = flat.numel()
-    place = first[flat[order]] + torch.arange(order.numel()) - layout[:-1].long()[flat[order]]
+    place = first[flat[order]] + torch.arange(order.numel(), device=ids.device) - layout[:-1].long()[flat[order]]
     slots[place] = order.int()
-    experts[: int(blocks.sum())] = torch.arange(num_experts).repeat_interleave(blocks).int()
+    experts[: int(blocks.sum())] = torch.arange(num_experts, device=ids.device).repeat_interleave(blocks).int()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.hyper_boundary import ref
 from worker_svc.ops.hyper_boundary.mixer import STREAMS, BoundaryRules, Mixer, Workspace, prepare_mixer
 
@@ -30,7 +31,7 @@ def embed_mix(ids: Tensor, embed: Tensor, x_out: Tensor, mixer: Mixer, workspace
     """ids int32/int64 [T], embed BF16 [V, D] -> x_out [T, 4, D]: every stream is the embedding."""
     _check_streams(x_out)
     assert ids.shape == x_out.shape[:1] and embed.shape[1] == x_out.shape[2], (ids.shape, embed.shape)
-    if x_out.is_cuda:
+    if registry.on_kernel("hyper_boundary", x_out.is_cuda):
         from worker_svc.ops.hyper_boundary import triton
 
         triton.embed_mix(ids, embed, x_out, mixer, workspace)
@@ -64,7 +65,7 @@ def post_mix(
         assert rows.shape[1] == width and rows.shape[0] % max(tokens, 1) == 0, (rows.shape, tokens)
     else:
         assert rows is None and shared is None and out.shape == (tokens, width), "rows and shared, or out"
-    if x_out.is_cuda:
+    if registry.on_kernel("hyper_boundary", x_out.is_cuda):
         from worker_svc.ops.hyper_boundary import triton
 
         triton.post_mix(x_in, x_out, post, comb, mixer, workspace, out, rows, shared)
@@ -95,7 +96,7 @@ def pre_norm(
     _check_streams(x)
     assert mixer.outputs == (2 + STREAMS) * STREAMS and norm_weight.shape == x.shape[2:], (mixer.outputs, x.shape)
     assert (q is None) == (sf is None) and (sf2 is None or sf is not None), "codes and scales come together"
-    if x.is_cuda:
+    if registry.on_kernel("hyper_boundary", x.is_cuda):
         from worker_svc.ops.hyper_boundary import triton
 
         triton.pre_norm(x, mixer, workspace, norm_weight, rules, y, post, comb, q, sf, sf2)
@@ -109,7 +110,7 @@ def head_norm(
     """The final collapse and norm of tokens `rows` int32 [n] -> z BF16 [n, D]; `mixer` is hc_head's (4 outputs)."""
     _check_streams(x)
     assert mixer.outputs == STREAMS and z.shape == (rows.shape[0], x.shape[2]), (mixer.outputs, z.shape)
-    if x.is_cuda:
+    if registry.on_kernel("hyper_boundary", x.is_cuda):
         from worker_svc.ops.hyper_boundary import triton
 
         triton.head_norm(x, mixer, workspace, norm_weight, rules, rows, z)

@@ -7,6 +7,7 @@ there, outputs the caller's, scales as FP32 numbers.
 
 import torch
 
+from worker_svc.ops import registry
 from worker_svc.ops.quant_fp8 import ref
 from worker_svc.ops.quant_fp8.ref import (
     ACTIVATION_BLOCK,
@@ -53,7 +54,7 @@ def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> 
         codes.shape,
     )
     assert x.shape[1] % ACTIVATION_BLOCK == 0 and scale.shape == (x.shape[0], x.shape[1] // ACTIVATION_BLOCK)
-    if x.is_cuda:
+    if registry.on_kernel("quant_fp8", x.is_cuda):
         from worker_svc.ops.quant_fp8 import triton
 
         triton.quantise_rows(x, codes, scale)

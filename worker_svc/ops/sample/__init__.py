@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.sample import ref
 
 FAULT_NONE, FAULT_NAN, FAULT_NOTHING_ALLOWED = 0, 1, 2
@@ -55,7 +56,7 @@ def sample(
     assert tokens.shape == faults.shape == (rows,) and 0 <= end < vocab, (tokens.shape, faults.shape, end)
     assert never is None or never.shape == (words,), (words, vocab)
     assert masks is None or (masks.shape == (rows, words) and masks.is_contiguous()), (rows, words)
-    if logits.is_cuda:
+    if registry.on_kernel("sample", logits.is_cuda):
         from worker_svc.ops.sample import triton
 
         triton.sample(logits, params, tokens, faults, end, never, masks)

@@ -28,7 +28,7 @@ def sample(
 ) -> None:
     """See the door."""
     for row in range(logits.shape[0]):
-        raw: Floats = logits[row].numpy()
+        raw: Floats = logits[row].cpu().numpy()
         values = raw.copy()
         if never is not None:
             values[_bits(never, len(raw))] = -np.inf
@@ -43,7 +43,7 @@ def sample(
 
 
 def _bits(words: Tensor, count: int) -> npt.NDArray[np.bool_]:
-    octets = words.contiguous().numpy().astype("<i4").view(np.uint8)
+    octets = words.cpu().contiguous().numpy().astype("<i4").view(np.uint8)
     return np.unpackbits(octets, count=count, bitorder="little").view(np.bool_)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.skinny_gemm import ref
 
 MAX_ROWS = 64
@@ -29,7 +30,7 @@ def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tens
     assert weight.shape == (groups, out.shape[2], inner) and weight.is_contiguous(), (weight.shape, codes.shape)
     assert scale.shape == (rows, groups, inner // 128) and out.shape[:2] == (rows, groups), (scale.shape, out.shape)
     assert weight_scale.shape == (groups, -(-out.shape[2] // 128), inner // 128) and weight_scale.is_contiguous()
-    if codes.is_cuda:
+    if registry.on_kernel("skinny_gemm", codes.is_cuda):
         from worker_svc.ops.skinny_gemm import triton
 
         triton.fp8_grouped(codes, scale, weight, weight_scale, out)
@@ -46,7 +47,7 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     rows, inner = x.shape
     assert rows <= MAX_ROWS and x.stride(1) == 1 and weight.shape == (out.shape[-1], inner), (x.shape, weight.shape)
     assert weight.is_contiguous() and out.is_contiguous() and out.shape[-2] == rows, (out.shape, x.shape)
-    if x.is_cuda:
+    if registry.on_kernel("skinny_gemm", x.is_cuda):
         from worker_svc.ops.skinny_gemm import triton
 
         triton.bf16(x, weight, out)

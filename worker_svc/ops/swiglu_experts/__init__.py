@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.swiglu_experts import ref
 
 
@@ -60,7 +61,7 @@ def middle(routed: Hidden, shared: Hidden | None, limit: float) -> None:
             assert stack.hidden.shape == (stack.codes.shape[0], 2 * stack.codes.shape[1]), stack.hidden.shape
             assert stack.hidden.is_contiguous() and stack.codes.is_contiguous() and stack.codes.shape[1] % 128 == 0
             assert stack.scale.shape == (stack.codes.shape[0], stack.codes.shape[1] // 128), stack.scale.shape
-    if routed.hidden.is_cuda:
+    if registry.on_kernel("swiglu_middle", routed.hidden.is_cuda):
         from worker_svc.ops.swiglu_experts import triton
 
         triton.middle(routed, shared, limit)
@@ -73,7 +74,7 @@ def middle(routed: Hidden, shared: Hidden | None, limit: float) -> None:
 def middle_bf16(hidden: Tensor, weights: Tensor, out: Tensor, limit: float) -> None:
     """The same without quantisation: out BF16 [R, I], for products of BF16 activations."""
     assert hidden.shape == (out.shape[0], 2 * out.shape[1]) and hidden.is_contiguous() and out.is_contiguous()
-    if hidden.is_cuda:
+    if registry.on_kernel("swiglu_middle", hidden.is_cuda):
         from worker_svc.ops.swiglu_experts import triton
 
         triton.middle_bf16(hidden, weights, out, limit)

@@ -6,6 +6,7 @@ logits to experts and weights in one call, on caller's outputs, and know padding
 
 from torch import Tensor
 
+from worker_svc.ops import registry
 from worker_svc.ops.topk_gate import ref
 
 
@@ -39,7 +40,7 @@ def select(
     A token with positions[t] < 0 is padding: expert -1, weight 0.
     """
     _check(logits, experts, weights)
-    if logits.is_cuda:
+    if registry.on_kernel("topk_gate", logits.is_cuda):
         from worker_svc.ops.topk_gate import triton
 
         triton.select(logits, bias, experts, weights, factor, positions)
@@ -60,7 +61,7 @@ def select_hash(
     """As `select`, experts by token: table int32 [V, K], ids int32 or int64 [T]; logits give the weights alone."""
     _check(logits, experts, weights)
     assert table.shape[1] == experts.shape[1] and ids.shape == experts.shape[:1], (table.shape, ids.shape)
-    if logits.is_cuda:
+    if registry.on_kernel("topk_gate", logits.is_cuda):
         from worker_svc.ops.topk_gate import triton
 
         triton.select_hash(logits, table, ids, experts, weights, factor, positions)
