@@ -20,7 +20,8 @@ Parser = Callable[[str], Any]
 GPUS = "several GPUs under one worker"
 EXPERTS_APART = "experts spread over GPUs"
 DRAFTING = "speculative decoding"
-GPU_KERNELS = "the GPU kernels"
+TUNING = "tuning at run time"
+BLACKWELL = "a forward for Blackwell"
 COMPILER = "torch.compile of the layers between kernels"
 TIERS = "the cache service"
 
@@ -313,9 +314,8 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Compile DeepGEMM kernels on demand.",
         ours="worker.jit",
         parse=yes_no,
-        needs=GPU_KERNELS,
-        meanwhile="plain torch computes",
-        quiet=(False,),
+        does="a GPU worker refuses to start unless `v4mesh precache` has compiled everything",
+        quiet=(True,),
         invented=True,
     ),
     Entry(
@@ -323,17 +323,15 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Ignore the kernel cache.",
         ours="worker.jit_recompile",
         parse=yes_no,
-        needs=GPU_KERNELS,
-        meanwhile="there is no kernel to compile",
+        does="a GPU worker compiles every kernel again, of all packages, into a folder of its own",
         quiet=(False,),
         invented=True,
     ),
     Entry(
         name="DEEPGEMM_CACHE_DIR",
         promise="Folder of the kernel cache (DeepGEMM's own DG_JIT_CACHE_DIR).",
-        ours="worker.jit_cache",
-        needs=GPU_KERNELS,
-        meanwhile="nothing is cached",
+        ours="worker.kernel_cache",
+        does="a GPU worker keeps the compiled kernels of all packages there, in a folder per GPU and versions",
         invented=True,
     ),
     Entry(
@@ -341,8 +339,8 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Tune kernels per shape.",
         ours="worker.autotune",
         parse=yes_no,
-        needs=GPU_KERNELS,
-        meanwhile="there is nothing to tune",
+        needs=TUNING,
+        meanwhile="tiles that were measured on an H200 are built in",
         quiet=(False,),
         invented=True,
     ),
@@ -350,17 +348,17 @@ VARIABLES: tuple[Entry, ...] = (
         name="FLASHINFER_AUTOTUNE_CACHE_DIR",
         promise="Folder of the tuning results.",
         ours="worker.autotune_cache",
-        needs=GPU_KERNELS,
-        meanwhile="nothing is cached",
+        needs=TUNING,
+        meanwhile="tiles that were measured on an H200 are built in",
         invented=True,
     ),
     Entry(
         name="SGLANG_MOE_BACKEND",
         promise="Kernels of the experts.",
-        ours="ops.grouped_gemm",
+        ours="worker.kernel",
         parse=one_of(*MOE_BACKENDS),
-        needs=GPU_KERNELS,
-        meanwhile="plain torch computes the experts",
+        needs=f"FP4 experts by that package, which have no kernel for Hopper, and {BLACKWELL}",
+        meanwhile="humming computes the experts on a GPU, torch on the CPU",
         invented=True,
     ),
     Entry(

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from meshkit.cli.config_file import check_config, config_path
-from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
+from meshkit.cli.flag_table import FLAGS, VARIABLES, Answer, check_layout, read_flags, read_variables
 from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import MeshPlan, run_mesh
 from meshkit.cli.preflight import check_api_keys, check_scheme, read_model_config
@@ -61,6 +61,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
         plan,
         scheduler_flags=(*plan.scheduler_flags, *scheduler_flags(answers)),
         grammar_flags=(*plan.grammar_flags, *grammar_flags(values)),
+        worker_flags=(*plan.worker_flags, *worker_flags(answers)),
     )
     problems += check_scheme(plan.model, config.quantization)
     if problems and launcher == "print":
@@ -82,6 +83,21 @@ def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
         section, _, key = found.entry.ours.partition(".")
         if section == "scheduler" and found.status == "applied":
             flags += [f"--{key.replace('_', '-')}", str(found.value)]
+    return tuple(flags)
+
+
+def worker_flags(answers: list[Answer]) -> tuple[str, ...]:
+    """The worker's options that were asked for under the guide's variables and change something."""
+    flags: list[str] = []
+    for found in answers:
+        section, _, key = found.entry.ours.partition(".")
+        if section != "worker" or found.entry not in VARIABLES or found.entry.needs or found.value in found.entry.quiet:
+            continue
+        name = key.replace("_", "-")
+        if isinstance(found.value, bool):
+            flags.append(f"--{name}" if found.value else f"--no-{name}")
+        else:
+            flags += [f"--{name}", str(found.value)]
     return tuple(flags)
 
 

@@ -75,6 +75,9 @@ IN_EFFECT = {
     "--constrained-json-disable-any-whitespace",
     "SGLANG_RADIX_CACHE_TARGET_SLIDING_WINDOW",
     "SGLANG_SCHEDULE_CONSERVATIVENESS",
+    "DEEPGEMM_ENABLE_JIT",
+    "DEEPGEMM_FORCE_RECOMPILE",
+    "DEEPGEMM_CACHE_DIR",
 }
 
 
@@ -88,15 +91,15 @@ def test_each_is_in_effect_or_names_the_missing_part(name: str):
     for value in GUIDE[name][0]:
         found = answer(entry, value)
         shown = name if entry.switch else f"{name} {value}" if name.startswith("--") else f"{name}={value}"
-        if name in IN_EFFECT:
-            assert (found.status, entry.needs) == ("applied", "")
-            assert found.line == f"applied: {shown} ({entry.ours}): {entry.does}"
-            assert len(entry.does) > 10
-        elif found.value in entry.quiet:
+        if found.value in entry.quiet:
             assert (found.status, found.line) == (
                 "applied",
                 f"applied: {shown} ({entry.ours}): it runs like this anyway",
             )
+        elif name in IN_EFFECT:
+            assert (found.status, entry.needs) == ("applied", "")
+            assert found.line == f"applied: {shown} ({entry.ours}): {entry.does}"
+            assert len(entry.does) > 10
         else:
             assert found.status == "recognised"
             assert found.line.startswith(f"recognised: {shown} ({entry.ours}")
@@ -138,6 +141,8 @@ def test_each_variable_is_read_under_all_its_names(
             if section == "scheduler" and answer(entry, good).status == "applied":
                 scheduler = shlex.split(out.splitlines()[0])
                 assert scheduler[scheduler.index(f"--{key.replace('_', '-')}") + 1] == good
+            elif section == "worker" and not entry.needs:
+                assert f"applied: {name}={good}" in err
             else:
                 assert f"recognised: {name}={good}" in err
     monkeypatch.setenv(entry.name, "")
@@ -154,6 +159,18 @@ def test_flags_in_effect_reach_the_services(capsys: pytest.CaptureFixture[str]):
     assert worker[worker.index("--quantization") + 1] == "w4a8"
     assert worker[worker.index("--model") + 1] == str(DEFAULT_MODEL)
     assert gateway[gateway.index("--listen-http") + 1] == "0.0.0.0:30000"
+
+
+def test_the_kernel_cache_reaches_the_worker(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("ENABLE_JIT", "0"), ("FORCE_RECOMPILE", "1"), ("CACHE_DIR", "/cache/kernels")):
+        monkeypatch.setenv(f"DEEPGEMM_{name}", value)
+    assert main(["serve", "--launcher", "print"]) == 0
+    (worker,) = (shlex.split(row) for row in capsys.readouterr().out.splitlines() if "v4mesh worker" in row)
+    assert worker[worker.index("--kernel-cache") + 1] == "/cache/kernels"
+    assert "--no-jit" in worker and "--jit-recompile" in worker
+    monkeypatch.setenv("DEEPGEMM_ENABLE_JIT", "1")
+    assert main(["serve", "--launcher", "print"]) == 0
+    assert "jit " not in capsys.readouterr().out.replace("--jit-recompile", "")
 
 
 def test_the_grammar_service_and_its_standby_serve_scheduler_and_worker(capsys: pytest.CaptureFixture[str]):
