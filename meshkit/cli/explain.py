@@ -106,15 +106,19 @@ def picture(answer: dict[str, Any]) -> str:
     if not ranks:
         lines.append("no worker serves")
     for rank in ranks:
-        start = int(rank["start"])
+        pages, start, why = rank["pages"], rank["start"], rank["why"]
+        reason = WHY.get(why, "this version does not know that reason")
+        if not pages["asked"]:
+            reason = "the prompt has no full page to share"
         lines += [
             "",
-            f"{rank['group']} rank {rank['rank']}: {rank['present']} of {rank['asked']} pages present, "
-            f"{rank['servable']} servable, {rank['idle']} pages idle in its cache",
-            f"  why:   {rank['why']} - {WHY.get(rank['why'], 'this version does not know that reason')}",
-            f"  start: {ACTION.get(rank['action'], rank['action'])}; computes {tokens - start} of {tokens} tokens",
+            f"{rank['group']} rank {rank['rank']}: {pages['present']} of {pages['asked']} pages present, "
+            f"{pages['servable']} servable, {pages['idle']} pages idle in its cache",
+            f"  why:   {why} - {reason}",
+            f"  start: {ACTION.get(start['action'], start['action'])}; "
+            f"computes {tokens - int(start['token'])} of {tokens} tokens",
         ]
-        if rank["first_missing"] >= 0:
+        if rank["first_missing"] is not None:
             parts = f", without {', '.join(rank['missing_classes'])}" if rank["missing_classes"] else ""
             tier = f", to be loaded from {rank['tier']}" if rank["tier"] else ""
             lines.append(f"  first missing: page {rank['first_missing']}{parts}{tier}")

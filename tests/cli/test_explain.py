@@ -9,20 +9,15 @@ from meshkit.cli import main
 from meshkit.cli.explain import WHY, picture
 from scheduler_svc.core import explain as words
 
-RANK = {
+RANK = {  # as the gateway answers; the test on the real mesh holds the two together
     "group": "w0",
     "rank": 1,
-    "asked": 4,
-    "present": 3,
-    "servable": 2,
+    "pages": {"asked": 4, "present": 3, "servable": 2, "idle": 9},
     "why": "tail_evicted",
     "first_missing": 3,
-    "missing_key": "00",
     "missing_classes": ["C4"],
     "tier": "L2",
-    "idle": 9,
-    "action": "tail",
-    "start": 512,
+    "start": {"action": "tail", "token": 512},
 }
 
 
@@ -31,8 +26,10 @@ def test_the_picture_says_why_and_what_is_computed():
     assert "1100 tokens: 4 pages" in text and "w0 rank 1: 3 of 4 pages present, 2 servable" in text
     assert WHY["tail_evicted"] in text and "computes 588 of 1100 tokens" in text
     assert "first missing: page 3, without C4, to be loaded from L2" in text
-    hit = picture({"tokens": 513, "ranks": [{**RANK, "why": "hit", "first_missing": -1}]})
-    assert "first missing" not in hit
+    hit = picture({"tokens": 513, "ranks": [{**RANK, "why": "hit", "first_missing": None, "tier": None}]})
+    assert "first missing" not in hit and WHY["hit"] in hit
+    short = {**RANK, "pages": dict.fromkeys(RANK["pages"], 0), "why": "hit", "first_missing": None}
+    assert "no full page to share" in picture({"tokens": 9, "ranks": [short]})
     assert "no worker serves" in picture({"tokens": 1, "ranks": []})
 
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from benchmarks._mesh import running_mesh
+from meshkit.cli import main
 from meshkit.testing import until
 
 MODEL = "v4-nano"
@@ -193,6 +194,20 @@ def test_e23_a_seed_repeats_all_choices_and_none_repeats_none(client):
     assert asked() != asked()
     first = asked(seed=7)
     assert first == asked(seed=7) and len(set(first)) == 4
+
+
+def test_an_operator_looks_at_the_mesh(url, client, capsys):
+    """What the gateway answers is what the commands expect."""
+    story = "A lamp and a fox, and eleven more. " * 90
+    message = [{"role": "user", "content": story}]
+    used = client.chat.completions.create(model=MODEL, messages=message, max_tokens=2).usage
+    assert main.main(["explain", story, "--url", url]) == 0
+    told = capsys.readouterr().out
+    assert f"{used.prompt_tokens} tokens" in told and "hit - all full pages are there" in told
+    assert main.main(["explain", "Hi", "--url", url]) == 0
+    assert "no full page to share" in capsys.readouterr().out
+    assert main.main(["top", "--once", "--interval", "0.2", "--url", url]) == 0
+    assert re.search(r"slots +\[.*\] 0 of \d+", capsys.readouterr().out)
 
 
 def test_bad_input_is_refused_and_the_next_request_is_served(client):
