@@ -269,4 +269,4 @@ async def _read(process: asyncio.subprocess.Process, most: int) -> tuple[dict[st
 
 def _own_words(text: str) -> str:
     """Without the time and source line that XGrammar puts before its message."""
-    return text.rsplit(".cc:", 1)[-1].partition(": ")[2] or text
+    return (text.rsplit(".cc:", 1)[-1].partition(": ")[2] or text).strip()
