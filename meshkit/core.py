@@ -111,6 +111,12 @@ class Count:
 
 
 class Core(Protocol):
-    """A pure state machine. Effects are carried out in order; extra event and effect types are each core's own."""
+    """A pure state machine. Effects are carried out in order; extra event and effect types are each core's own.
+
+    `cannot_happen` names every counter that it marks as a fault, so that /metrics shows them at zero.
+    """
+
+    @property
+    def cannot_happen(self) -> Sequence[str]: ...
 
     def handle(self, event: Any, now_ns: int) -> Sequence[Any]: ...

@@ -50,6 +50,8 @@ class Shell:
         self._counted = self.metrics.counter(
             "v4mesh_core_events_total", "What the core counted", event=None, fault=("0", "1")
         )
+        for name in core.cannot_happen:
+            self._counted.add(0, event=name, fault="1")
 
     async def run(self) -> None:
         """Returns never; raises what the core raised. After it the core gets no more events."""

@@ -39,6 +39,10 @@ class RequestSpans:
         self._rows: dict[RowKey, _Stages] = {}
         self._choices: dict[tuple[bytes, int], _Stages] = {}
 
+    @property
+    def cannot_happen(self) -> Sequence[str]:
+        return self._core.cannot_happen
+
     def handle(self, event: Any, now_ns: int) -> Sequence[Any]:
         """As the inner core's; Any because event and effect types are its own."""
         effects = self._core.handle(event, now_ns)

@@ -41,6 +41,10 @@ class SlotSpans:
         self._open: dict[int, _Stages] = {}  # by slot
         self._frames: dict[int, StepFrame] = {}  # by step, while a sampled slot is open
 
+    @property
+    def cannot_happen(self) -> Sequence[str]:
+        return self._core.cannot_happen
+
     def handle(self, event: Any, now_ns: int) -> Sequence[Any]:
         """As the inner core's; Any because event and effect types are its own."""
         if self._tracing.enabled and isinstance(event, Received) and isinstance(event.envelope.frame, StepFrame):

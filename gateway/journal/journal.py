@@ -5,9 +5,10 @@ is missing restarts the attempt; the first closer of a choice wins and there is 
 and HTTP are the caller's; token ids are all this knows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 from gateway.journal.entry import Choice, Entry, Phase, build_submit, new_entry
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
@@ -29,6 +30,15 @@ from meshkit.uplink import MS, NEVER, Change, LinkTiming, Uplink
 
 Event = Start | ClientGone | StopChoice | AbortRequest | Opened | Received | Closed | Replied | Tick
 
+CANNOT_HAPPEN: Final = (
+    "bad_finish",
+    "bad_hello_ack",
+    "gap",
+    "logprobs_missing",
+    "overlap_mismatch",
+    "unexpected_frame",
+)
+"""Counters of what only a bug of ours explains."""
 GROWTH_TOKENS = 4096
 _AGAIN = {Verdict.SUPERSEDED, Verdict.CANCELLED}
 _BUSY = {Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING, Verdict.GRAMMAR_LATER}
@@ -75,6 +85,11 @@ class Journal:
     def attached(self) -> bool:
         """True while the stream to a scheduler is up."""
         return self._link.attached
+
+    @property
+    def cannot_happen(self) -> Sequence[str]:
+        """See meshkit.core.Core."""
+        return CANNOT_HAPPEN
 
     def accepted(self, request_id: RequestId) -> bool:
         """Whether a request has got past all that could refuse it, or has ended."""

@@ -31,7 +31,7 @@ from scheduler_svc.core.events import Compiled, Drain, Drained, Flush, GrammarSt
 from scheduler_svc.core.explain import Explanation, explain
 from scheduler_svc.core.keymap import key_columns
 from scheduler_svc.core.reuse import Decision, decide
-from scheduler_svc.core.state import MS, Conn, Gateway, State, Worker
+from scheduler_svc.core.state import CANNOT_HAPPEN, MS, Conn, Gateway, State, Worker
 from scheduler_svc.core.submit import release_held, submit
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,10 @@ class Scheduler:
     def faults(self) -> dict[str, int]:
         """Counters of what cannot happen; empty in a healthy process."""
         return self._st.faults
+
+    @property
+    def cannot_happen(self) -> Sequence[str]:
+        return CANNOT_HAPPEN
 
     def status(self) -> SchedulerStatus:
         return self._st.status()

@@ -7,7 +7,7 @@ ids). submit, attach, adopt, plan, book and finish are functions over this state
 import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,27 @@ from scheduler_svc.core.queue import WaitQueue
 from scheduler_svc.core.request import Request, Seq
 
 MS = 1_000_000
+CANNOT_HAPPEN: Final = (
+    "bad_dump",
+    "bad_result",
+    "choice_dumped_twice",
+    "compiled_unasked",
+    "conservation",
+    "dump_after_dump",
+    "failure_without_reason",
+    "finish_unseen",
+    "finish_without_reason",
+    "frame_lost",
+    "ids_diverged",
+    "ids_without_sample",
+    "jit_compiles",
+    "result_without_frame",
+    "spare_beyond_length",
+    "unexpected_frame",
+    "unexpected_row_state",
+    "unexpected_sample",
+)
+"""Counters of what only a bug of ours explains: `State.fault`."""
 RowKey = tuple[int, int, int]
 """(attach_id of the gateway, row, row_gen)."""
 
@@ -241,6 +262,7 @@ class State:
 
     def fault(self, name: str) -> None:
         """One of the things that cannot happen did."""
+        assert name in CANNOT_HAPPEN, name
         self.total(name)
         self.faults[name] = self.faults.get(name, 0) + 1
         self.effects.append(Count(name, fault=True))

@@ -6,10 +6,10 @@ the tables is in `plan` and `book`, the tables in `table`. Tensors belong to the
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,6 +24,37 @@ from worker_svc.core.plan import Prepared, highest_gen, must_wait, named_slots, 
 from worker_svc.core.table import FrameError, PoolConfig, Slot, SlotTable
 from worker_svc.core.work import StepOutcome
 
+CANNOT_HAPPEN: Final = (
+    "bad_hello_ack",
+    "unexpected_frame",
+    "unexpected_ran",
+    "frame_error_bad_chunk",
+    "frame_error_bad_copy",
+    "frame_error_bad_init",
+    "frame_error_bad_key",
+    "frame_error_bad_load",
+    "frame_error_bad_save",
+    "frame_error_bad_start",
+    "frame_error_columns",
+    "frame_error_early_frame",
+    "frame_error_executor",
+    "frame_error_frame_step",
+    "frame_error_no_page",
+    "frame_error_not_ready",
+    "frame_error_out_of_range",
+    "frame_error_page_in_use",
+    "frame_error_page_published",
+    "frame_error_page_shared",
+    "frame_error_page_unpublished",
+    "frame_error_retire_unknown",
+    "frame_error_slot_busy",
+    "frame_error_slot_gen",
+    "frame_error_slot_unknown",
+    "frame_error_tail_published",
+    "frame_error_too_many_frames",
+    "frame_error_too_many_tokens",
+)
+"""Counters of what only a bug of ours explains; a frame error is one of the scheduler's, or of the executor's."""
 Event = Opened | Received | Closed | Tick | Ran
 
 
@@ -81,6 +112,11 @@ class SlotMachine:
     def attached(self) -> bool:
         """True while a scheduler's attachment is in force."""
         return self._link.attached
+
+    @property
+    def cannot_happen(self) -> Sequence[str]:
+        """See meshkit.core.Core."""
+        return CANNOT_HAPPEN
 
     @property
     def busy(self) -> bool:

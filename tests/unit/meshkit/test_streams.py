@@ -87,6 +87,8 @@ async def test_a_bad_frame_is_raised_and_nothing_of_it_received():
 class Script:
     """A core that answers events by a table of functions and keeps what it was given."""
 
+    cannot_happen = ("two_ends",)
+
     def __init__(self, **answers):
         self.answers, self.events = answers, []
 
@@ -112,6 +114,7 @@ async def test_shell_serves_a_stream_and_tells_each_end_once():
     assert [type(event) for event, _ in core.events] == [Opened, Received, Closed]
     assert context.written == [Heartbeat(1)]
     assert b'event="seen"' in shell.metrics.render()
+    assert b'event="two_ends",fault="1"} 0.0' in shell.metrics.render(), "what cannot happen is shown before it does"
 
 
 async def test_shell_ticks_at_the_time_asked_for_and_not_before():
