@@ -71,7 +71,7 @@ def doctor(
         lambda: model_rows(model),
         lambda: port_row(host, port),
         sockets_row,
-        lambda: kernel_rows(pins) if kernels or pins or device == "cuda" or _nvml()[0] else iter(()),
+        lambda: kernel_rows(pins) if kernels or pins or _nvml()[0] else iter(()),
     )
     rows = [row for check in checks for row in check()]
     failed = [row for row in rows if row.status == "fail"]
@@ -138,8 +138,7 @@ def gpu_row(device: str) -> Iterator[Row]:
         fact = f'NVML sees {count} GPUs, CUDA sees 0: CUDA_VISIBLE_DEVICES="{hidden}" is set (by: environment)'
         yield Row("gpu", wanted, fact, "unset CUDA_VISIBLE_DEVICES", int(Exit.GPU))
     else:
-        fact = f"{count} visible ({detail}); the forward pass on GPUs is not built yet"
-        yield Row("gpu", wanted, fact, "--device cpu", int(Exit.GPU))
+        yield Row("gpu", "ok", f"{count} visible ({detail}): serve on it with --device cuda")
 
 
 def _nvml() -> tuple[int, str]:

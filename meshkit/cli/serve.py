@@ -38,7 +38,7 @@ def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("model", required=False)
 @guide_options
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
-@click.option("--device", help="Where the worker computes (default cpu).")
+@click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
 @click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
 @click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")

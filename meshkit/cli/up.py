@@ -49,8 +49,8 @@ class UpConfig:
             raise FieldError("backend", "must be model or sim")
         if self.grammar not in ("auto", "on", "off"):
             raise FieldError("grammar", "must be auto, on or off")
-        if self.device != "cpu":
-            raise FieldError("device", "must be cpu: the forward pass on GPUs is not built yet")
+        if self.device not in ("cpu", "cuda", "auto"):
+            raise FieldError("device", "must be cpu, cuda or auto (the GPU if there is one)")
         for name, there in (("kv_cache_dtype", KV_DTYPES), ("quantization", SCHEMES)):
             if (given := getattr(self, name)) and given.lower() not in there:
                 raise FieldError(name, f"must be one of {', '.join(there)}")
@@ -63,7 +63,7 @@ class UpConfig:
 @click.option("--host", help="Address to listen on (default 127.0.0.1); 0.0.0.0 for all.")
 @click.option("--port", type=int, help=f"Default {DEFAULT_PORT}; 0: a free one.")
 @click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
-@click.option("--device", help="Where the worker computes (default cpu).")
+@click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")

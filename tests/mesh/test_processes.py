@@ -133,7 +133,7 @@ def test_refusals_of_options_and_addresses(tmp_path, refused):
     refused(scheduler_main, ["--depth", 4], 3, r"KEY  \[scheduler\] depth = 4 \(flag --depth\): must be 1, 2 or 3")
     refused(scheduler_main, ["--listen", "0.0.0.0:0"], 3, "KEY  .*insecure = true")
     refused(scheduler_main, ["--dept", 1], 2, "No such option.*--depth")
-    refused(worker_main, ["--device", "cuda"], 3, "KEY  .*device = 'cuda' .*must be cpu")
+    refused(worker_main, ["--device", "cuda"], 4, "GPU_NONE  --device cuda: torch sees no GPU")
     with socket.socket(socket.AF_UNIX) as holder:
         holder.bind(str(taken))
         holder.listen()
