@@ -1,0 +1,32 @@
+"""The whole forward on a real GPU against the CPU model; skipped where there is none."""
+
+import pytest
+import torch
+
+from benchmarks import _gpu_checks as checks
+from benchmarks.gpu_forward import Report
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+def test_nano_text_scores_as_on_the_cpu_in_chunks_and_as_replayed_graphs():
+    report = Report()
+    checks.check_nano(torch.device("cuda"), report)
+    for kind in ("chunk", "decode"):
+        assert report.metrics[f"nano_{kind}_cosine"] > 0.999
+        assert report.metrics[f"nano_{kind}_agreement"] > 0.95
+
+
+def test_layers_of_flash_width_score_as_on_the_cpu():
+    report = Report()
+    checks.check_flash(torch.device("cuda"), report, tokens=300)
+    for kind in ("chunk", "decode"):
+        assert report.metrics[f"flash4_{kind}_cosine"] > 0.999
+
+
+def test_every_operation_agrees_with_its_reference():
+    report = Report()
+    checks.check_ops(torch.device("cuda"), report)
+    failed = [name for name in report.metrics if name.endswith("_failed")]
+    assert failed == [] and report.metrics["ops_worst_error"] < 3e-3
+    assert all(not row.get("mismatches") for row in report.tables["ops"])
