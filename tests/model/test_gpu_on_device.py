@@ -6,7 +6,11 @@ import torch
 from benchmarks import _gpu_checks as checks
 from benchmarks.gpu_forward import Report
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(600),
+]
 
 
 def test_nano_text_scores_as_on_the_cpu_in_chunks_and_as_replayed_graphs():
