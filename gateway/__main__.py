@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,11 +22,13 @@ from aiohttp import web
 from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
 from gateway.http_server import GatewayRunner
-from gateway.journal.journal import Journal, JournalConfig
+from gateway.instances.fleet import Fleet
+from gateway.journal.journal import MAX_BYTES, Journal, JournalConfig
 from gateway.mesh_client import MeshClient
 from gateway.rpc.listener import RpcListener
 from gateway.service import Gateway
 from gateway.siblings.member import Member
+from gateway.siblings.merge import merge
 from gateway.siblings.parent import serve_many
 from gateway.text.pretokenizer import TokenizerFileError
 from gateway.text.tokenizer import Tokenizer
@@ -62,12 +64,11 @@ async def serve(config: GatewayConfig) -> int:
     address = parse_address(config.listen_http)
     if not config.hub:
         prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
-    mesh_metrics = Metrics()
-    mesh = MeshClient(_journal(config), config.scheduler, mesh_metrics)
+    mesh, mesh_metrics = _mesh(config)
     tracing = start_tracing("gateway")
     app = build_app(mesh, None, config, tracing)
     gateway = app[GATEWAY]
-    gateway.metrics.others.append(mesh_metrics.render)
+    gateway.metrics.others.append(mesh_metrics)
     rpc = RpcListener(gateway, tracing)
     runner = _runner(app, config)
     await runner.setup()
@@ -97,14 +98,29 @@ async def serve(config: GatewayConfig) -> int:
     return int(Exit.INTERRUPTED if signals.interrupted else Exit.OK)
 
 
-def _journal(config: GatewayConfig) -> Journal:
+def _mesh(config: GatewayConfig) -> tuple[MeshClient | Fleet, Callable[[], bytes]]:
+    """The way to the schedulers, and what it counts as text."""
     boot = int.from_bytes(os.urandom(8), "little")
+    metrics = [Metrics() for _ in config.scheduler]
+    clients = [
+        MeshClient(_journal(config, boot), address, counted)
+        for address, counted in zip(config.scheduler, metrics, strict=True)
+    ]
+    if len(clients) == 1:
+        return clients[0], metrics[0].render
+    own = Metrics()
+    fleet = Fleet(config.scheduler, clients, random.Random(boot), own)
+    return fleet, lambda: merge(it.render().decode() for it in (*metrics, own))
+
+
+def _journal(config: GatewayConfig, boot: int) -> Journal:
     identity = JournalConfig(
         name=f"gateway-{os.getpid()}",
         boot=boot,
         build=build_id(),
         deterministic=config.deterministic,
         max_waiting=config.max_waiting,
+        max_bytes=MAX_BYTES // len(config.scheduler),
     )
     return Journal(identity, random.Random(boot))
 

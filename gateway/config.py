@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from gateway.limits import MIB, Limits
+from meshkit.address import parse_address
 from meshkit.command import option
 from meshkit.config import FieldError
+
+MOST_SCHEDULERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,9 @@ class GatewayConfig:
     listen_http: str = option("127.0.0.1:8000", "host:port or unix:PATH; port 0 picks a free one")
     listen_grpc: str = option("", "host:port or unix:PATH of the public gRPC service; empty: none")
     grpc_reflection: bool = option(True, "describe the public gRPC services to grpcurl and the like")
-    scheduler: str = option("unix:/run/v4mesh/scheduler.sock", "where the scheduler listens")
+    scheduler: tuple[str, ...] = option(
+        ("unix:/run/v4mesh/scheduler.sock",), "where the scheduler listens; of several model instances, comma separated"
+    )
     served_model_name: tuple[str, ...] = option(
         (), "names, comma separated: the first is shown, the others are aliases"
     )
@@ -70,6 +75,10 @@ class GatewayConfig:
             "request_seconds": (1, 14_400),
             "stream_stall_seconds": (0.01, 3_600),
         }
+        if not 1 <= len(set(self.scheduler)) == len(self.scheduler) <= MOST_SCHEDULERS:
+            raise FieldError("scheduler", f"must be 1 to {MOST_SCHEDULERS} different addresses")
+        for address in self.scheduler:
+            parse_address(address)  # now, not at the first dial
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

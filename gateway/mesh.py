@@ -6,6 +6,7 @@ tokens. Calls return at once; effects arrive through the sink given at `start`, 
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.journal.events import Emit, Ended, Refused, Start
@@ -16,12 +17,27 @@ Answer = Emit | Ended | Refused
 Sink = Callable[[Answer], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One scheduler behind this gateway, for those who look at the mesh."""
+
+    address: str
+    attached: bool
+    status: SchedulerStatus | None  # its last word
+    open: int = 0  # choices that this gateway has there
+    known_pages: int = 0  # pages of prompts that this gateway believes to be there
+
+
 class Mesh(Protocol):
     """Where tokens come from."""
 
     @property
     def status(self) -> SchedulerStatus | None:
-        """The scheduler's last word; None while no scheduler is attached."""
+        """The scheduler's last word, of several the sum; None while no scheduler is attached."""
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """Every scheduler, in the order of the configuration."""
 
     def start(self, start: Start, sink: Sink) -> None:
         """Open a request. Each choice ends with one Ended, or the whole request with one Refused."""

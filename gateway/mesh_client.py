@@ -6,7 +6,7 @@ common effects are `meshkit.shell`'s.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from meshpb.v1 import scheduler_pb2
 from meshpb.v1.scheduler_pb2_grpc import SchedulerStub
 
 from gateway.errors import unavailable
+from gateway.journal.entry import resumed
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
 from gateway.journal.journal import Journal
-from gateway.mesh import Sink
+from gateway.mesh import Instance, Sink
 from meshkit import wire
 from meshkit.channel import open_channel
+from meshkit.clock import MonotonicClock
 from meshkit.core import Call, Dial, Replied
 from meshkit.errors import MeshError
 from meshkit.frames import SchedulerStatus
@@ -47,9 +49,12 @@ class MeshClient:
 
     def __init__(self, journal: Journal, scheduler: str, metrics: Metrics | None = None) -> None:
         """`scheduler` is its address."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called, perhaps more than once, when there is no attachment any more and before one is tried again."""
         self._journal = journal
         self._scheduler = scheduler
-        self._shell = Shell(journal, self._carry_out, metrics)
+        self._clock = MonotonicClock()
+        self._shell = Shell(journal, self._carry_out, metrics, self._clock)
         self._listeners: dict[RequestId, _Listener] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
@@ -63,9 +68,27 @@ class MeshClient:
         status = self._journal.status
         return status if self._journal.attached or status.model is not None else None
 
+    @property
+    def attached(self) -> bool:
+        return self._journal.attached
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        return (Instance(self._scheduler, self._journal.attached, self.status),)
+
     def start(self, start: Start, sink: Sink) -> None:
-        self._listeners[start.request_id] = _Listener(sink, set(range(start.n)))
+        ended = {index for index, ids in enumerate(start.emitted) if ids is None}
+        self._listeners[start.request_id] = _Listener(sink, set(range(start.n)) - ended)
         self._shell.post(start)
+
+    def take_back(self, request_id: RequestId) -> Start | None:
+        """An open request as one that can go on at another scheduler; here it is forgotten. None if it has ended."""
+        entry = self._journal.entries.get(request_id)
+        if entry is None:
+            return None
+        start = resumed(entry, self._clock.now_ns())
+        self.client_gone(request_id)
+        return start
 
     def accepted(self, request_id: RequestId) -> bool:
         return self._journal.accepted(request_id)
@@ -148,6 +171,7 @@ class MeshClient:
                 self._spawn(self._submit(effect))
             case Dial(conn=conn):
                 if not self._leaving:
+                    self.on_lost()
                     self._spawn(self._shell.dial(conn, Link.GATEWAY_UP, self._stub.AttachGateway))
             case _:
                 raise AssertionError(f"the journal has no effect {effect!r}")

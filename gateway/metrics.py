@@ -47,9 +47,16 @@ class Histogram:
 class GatewayMetrics(Collector):
     """What one gateway process counts."""
 
-    def __init__(self, model_name: str, status: Callable[[], SchedulerStatus | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        status: Callable[[], SchedulerStatus | None],
+        instances: Callable[[], Sequence[SchedulerStatus | None]],
+    ) -> None:
+        """`status` is that of the mesh, `instances` that of each scheduler: vLLM's engines, in their order."""
         self._model = model_name
         self._status = status
+        self._instances = instances
         self.first_token = Histogram(_FIRST)
         self.inter_token = Histogram(_PER_TOKEN)
         self.per_output_token = Histogram(_PER_TOKEN)
@@ -128,21 +135,25 @@ class GatewayMetrics(Collector):
         )
 
     def _load(self) -> Iterator[Metric]:
+        """vLLM's names tell engines apart, which are our instances; SGLang's and ours are about the whole mesh."""
         status = self._status() or SchedulerStatus()
-        used = status.pages_total - status.pages_free
-        usage = used / status.pages_total if status.pages_total else 0.0
+        engines = [it or SchedulerStatus() for it in self._instances()] or [SchedulerStatus()]
         for vllm, sglang, text, value in (
-            ("num_requests_running", "num_running_reqs", "Requests running", status.running),
-            ("num_requests_waiting", "num_queue_reqs", "Requests waiting", status.waiting),
-            ("kv_cache_usage_perc", "token_usage", "Share of KV pages in use, 0 to 1", usage),
+            ("num_requests_running", "num_running_reqs", "Requests running", lambda it: it.running),
+            ("num_requests_waiting", "num_queue_reqs", "Requests waiting", lambda it: it.waiting),
+            ("kv_cache_usage_perc", "token_usage", "Share of KV pages in use, 0 to 1", _usage),
         ):
             gauge = GaugeMetricFamily(f"vllm:{vllm}", text, labels=["model_name", "engine"])
-            gauge.add_metric([self._model, "0"], value)
+            for number, engine in enumerate(engines):
+                gauge.add_metric([self._model, str(number)], value(engine))
             yield gauge
-            yield self._gauge(f"sglang:{sglang}", text, value)
+            yield self._gauge(f"sglang:{sglang}", text, value(status))
         waiting = "Requests that wait for their grammar to be compiled"
         yield self._gauge("sglang:num_grammar_queue_reqs", waiting, status.grammar_queue)
-        yield self._vllm_counter("num_preemptions", "Requests preempted", status.preemptions)
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Requests preempted", labels=["model_name", "engine"])
+        for number, engine in enumerate(engines):
+            preempted.add_metric([self._model, str(number)], engine.preemptions)
+        yield preempted
         yield self._sglang_counter("num_retracted_requests", "Requests preempted", status.preemptions)
         yield self._gauge("v4mesh_pages_total", "KV pages", status.pages_total)
         yield self._gauge("v4mesh_pages_free", "KV pages free", status.pages_free)
@@ -188,3 +199,7 @@ class GatewayMetrics(Collector):
         family = GaugeMetricFamily(name, text, labels=["model_name"])
         family.add_metric([self._model], value)
         return family
+
+
+def _usage(status: SchedulerStatus) -> float:
+    return (status.pages_total - status.pages_free) / status.pages_total if status.pages_total else 0.0

@@ -94,6 +94,16 @@ async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
             "api_keys": gateway.config.api_key_file is not None,
             "open_requests": gateway.admission.streams,
             "scheduler": _scheduler_state(gateway.mesh.status),
+            "instances": [
+                {
+                    "address": it.address,
+                    "attached": it.attached,
+                    "open": it.open,
+                    "known_pages": it.known_pages,
+                    "scheduler": _scheduler_state(it.status),
+                }
+                for it in gateway.mesh.instances
+            ],
         },
     )
 

@@ -59,7 +59,9 @@ class Gateway:
         self._model = self._folder_model
         self._told: ModelInfo | None = None
         self.admission = Admission(self.limits)
-        self.metrics = GatewayMetrics(self._model.name, lambda: mesh.status)
+        self.metrics = GatewayMetrics(
+            self._model.name, lambda: mesh.status, lambda: [it.status for it in mesh.instances]
+        )
         self.encoder = PromptEncoder(config.encode_threads)
         self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)

@@ -56,7 +56,8 @@ def _command(section_cls: type[C], section: str, run: Callable[[Loaded[C]], int]
 
 def _flag(field: "dataclasses.Field[Any]") -> click.Option:
     name = field.name.replace("_", "-")
-    default = "" if field.default in (dataclasses.MISSING, None, "", ()) else f" (default {field.default})"
+    shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    default = "" if shown in (dataclasses.MISSING, None, "") else f" (default {shown})"
     text = f"{field.metadata.get('help', '')}{default}"
     if field.type is bool or isinstance(field.default, bool):
         return click.Option([f"--{name}/--no-{name}", field.name], default=None, help=text)

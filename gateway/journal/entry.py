@@ -85,7 +85,27 @@ def new_entry(start: Start, reserve_tokens: int, now_ns: int) -> Entry:
     source = 0 if start.grammar is None else 4 * len(start.grammar.text)  # at most so many bytes
     cost = source + 4 * len(start.prompt) + 16 * len(start.page_keys) + start.n * (4 * reserved + FIXED_BYTES)
     choices = [Choice(index, reserved) for index in range(start.n)]
-    return Entry(start, choices, now_ns + start.deadline_ms * 1_000_000, cost)
+    for choice, ids in zip(choices, start.emitted, strict=False):  # none of a request that begins here
+        choice.open = ids is not None
+        choice.ids.extend(ids or ())
+        choice.reserved = max(reserved, len(choice.ids))
+        cost += 4 * (choice.reserved - reserved)
+    entry = Entry(start, choices, now_ns + start.deadline_ms * 1_000_000, cost, start.attempts, kills=start.kills)
+    if start.emitted and start.grammar is not None:
+        entry.grammar_rev = start.grammar.grammar_rev
+    return entry
+
+
+def resumed(entry: Entry, now_ns: int) -> Start:
+    """The entry as a request that goes on at another scheduler; open choices keep the ids their clients have."""
+    return replace(
+        entry.start,
+        deadline_ms=max(1, (entry.deadline_ns - now_ns) // 1_000_000),
+        grammar=entry.grammar,
+        emitted=tuple(tuple(choice.ids) if choice.open else None for choice in entry.choices),
+        attempts=entry.attempt,
+        kills=entry.kills,
+    )
 
 
 def build_submit(entry: Entry, attach_id: int, remaining_ms: int) -> Submit:

@@ -28,6 +28,10 @@ class Start:
     traceparent: str = ""
     namespace: bytes = b""  # of page_keys
     grammar: GrammarSource | None = None
+    # of a request that began at another scheduler:
+    emitted: tuple[tuple[int, ...] | None, ...] = ()  # ids its client has of each choice, None for one that has ended
+    attempts: int = 0
+    kills: int = 0
 
 
 @dataclass(frozen=True, slots=True)

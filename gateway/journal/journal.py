@@ -40,6 +40,7 @@ CANNOT_HAPPEN: Final = (
 )
 """Counters of what only a bug of ours explains."""
 GROWTH_TOKENS = 4096
+MAX_BYTES = 1 << 30
 _AGAIN = {Verdict.SUPERSEDED, Verdict.CANCELLED}
 _BUSY = {Verdict.QUEUE_FULL, Verdict.NO_WORKER, Verdict.DRAINING, Verdict.GRAMMAR_LATER}
 
@@ -52,7 +53,7 @@ class JournalConfig:
     boot: int
     build: str
     deterministic: bool = False  # repeated ids must be equal: a difference is a fault
-    max_bytes: int = 1 << 30
+    max_bytes: int = MAX_BYTES
     reserve_tokens: int = 16_384  # output ids per choice counted at admission; more are counted as they come
     max_waiting: int = 1024  # new requests held while no scheduler is attached
     wait_ns: int = 10_000 * MS  # for how long

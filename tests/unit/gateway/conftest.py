@@ -14,7 +14,7 @@ from gateway.app import GATEWAY, build_app
 from gateway.config import GatewayConfig
 from gateway.http_server import GatewayRunner
 from gateway.journal.events import Emit, Ended, Refused, Start
-from gateway.mesh import Sink
+from gateway.mesh import Instance, Sink
 from gateway.service import Gateway
 from gateway.text.tokenizer import Tokenizer
 from meshkit.frames import SchedulerStatus, Verdict
@@ -69,6 +69,10 @@ class FakeMesh:
             ids = [*self.tokenizer.encode(think), end, *ids]
         ids.append(EOS)
         return Script([ids[at : at + burst] for at in range(0, len(ids), burst)], **fields)
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        return (Instance("script", self.status is not None, self.status, len(self.open)),)
 
     def start(self, start: Start, sink: Sink) -> None:
         self.starts.append(start)

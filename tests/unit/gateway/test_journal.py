@@ -1,10 +1,12 @@
 """The gateway's journal against a scripted scheduler: requests in, Submits out, tokens in, emissions out."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
+from gateway.journal import entry
 from gateway.journal.events import AbortRequest, ClientGone, Emit, Ended, Refused, Start, StopChoice
 from gateway.journal.journal import Journal, JournalConfig
 from meshkit.core import Call, Close, Closed, Count, Dial, Opened, Received, Replied, Send, Tick, WakeAt
@@ -416,3 +418,26 @@ def test_timers_do_not_pile_up(rig):
         submit = rig.submit(start(rid))
         rig.tokens(submit, 0, [1], finish=FinishReason.STOP)
     assert len(rig.journal._timers) < 100
+
+
+def test_a_request_that_began_elsewhere_goes_on(rig):
+    source = GrammarSource(kind=GrammarKind.REGEX, text="a+", grammar_rev="v7")
+    begun = replace(start(n=2, grammar=source), emitted=((4, 5), None), attempts=2, kills=1)
+    (call,) = only(rig(begun), Call)
+    (choice,) = call.request.choices
+    assert (choice.choice, choice.emitted) == (0, (4, 5))
+    assert (call.request.attempt, call.request.kill_count, call.request.grammar) == (3, 1, source)
+    assert not only(rig(Replied(call.call, SubmitReply(Verdict.QUEUE_FULL))), Refused), "its client has tokens already"
+    (call,) = only(rig.wait(500), Call)
+    rig(Replied(call.call, SubmitReply(Verdict.ACCEPTED)))
+    effects = rig.tokens(call.request, 1, [5, 6], FinishReason.STOP)
+    assert [(effect.base, effect.ids) for effect in only(effects, Emit)] == [(2, (6,))]
+    assert len(only(effects, Ended)) == 1 and not rig.journal.entries and not rig.journal.bytes_used
+
+
+def test_what_is_taken_back_is_what_the_client_has(rig):
+    submit = rig.submit(start(n=2))
+    rig.tokens(submit, 0, [8], FinishReason.STOP, choice=1)
+    rig.tokens(submit, 0, [4, 5])
+    begun = entry.resumed(rig.journal.entries[RID], rig.now + 1000 * MS)
+    assert (begun.emitted, begun.attempts, begun.deadline_ms) == (((4, 5), None), 1, 59_000)

@@ -1,0 +1,1 @@
+"""Several schedulers, each with a model instance of its own, behind one gateway: which one gets a request."""
