@@ -85,8 +85,9 @@ def test_flash_memory_is_what_its_formats_say():
 def test_loading_ends_with_a_warm_executor_and_its_pools(monkeypatch):
     """On CPU tensors: everything but the kernels is what a GPU worker does."""
     monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(loading, "prepare_kernels", lambda config, folder: None)  # has tests of its own
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a processor")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**11, 10**11))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     loaded = load(WorkerConfig(device="cuda", slots=2, pages=4, tails=2, max_step_tokens=40))
     assert loaded.info.max_context == 1024 and loaded.info.kv_layout_id.endswith("-gpu")
