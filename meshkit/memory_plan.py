@@ -109,8 +109,22 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if one request of one page fits beside everything else."""
-        return self.pages >= 2
+        """True if everything fits together, with pages for at least one request."""
+        return self.pages >= 2 and self.used + self.pages * self.page_bytes <= self.usable
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing; below zero where it fits."""
+        return self.used + max(2, self.pages) * self.page_bytes - self.usable
+
+    def table(self, card: str) -> list[str]:
+        """The rows as text, pages and the sum last."""
+        out = [f"{line.name:30} {line.bytes / 1e9:9.3f} GB  {line.how}" for line in self.lines]
+        kept = self.pages * self.page_bytes
+        pages = f"{self.pages} pages x {_mb(self.page_bytes)} = {self.tokens} tokens, {PAGE_TOKENS} a page"
+        out.append(f"{'pages':30} {kept / 1e9:9.3f} GB  {pages}")
+        total = f"of {self.total / 1e9:.2f} GB ({card}), of which {self.usable / 1e9:.2f} GB are planned with"
+        return [*out, f"{'together':30} {(self.used + kept) / 1e9:9.3f} GB  {total}"]
 
 
 def plan(

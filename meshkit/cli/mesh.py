@@ -17,7 +17,15 @@ from pathlib import Path
 
 from meshkit.cli.http_client import Endpoint, get_answer
 from meshkit.cli.model_folder import check_model_folder
-from meshkit.cli.preflight import check_extras, check_memory, check_port, check_run_folder, free_port, make_run_folder
+from meshkit.cli.preflight import (
+    check_extras,
+    check_gpu_memory,
+    check_memory,
+    check_port,
+    check_run_folder,
+    free_port,
+    make_run_folder,
+)
 from meshkit.cli.progress import Progress, open_progress
 from meshkit.cli.screen import Screen
 from meshkit.config import environment
@@ -50,6 +58,11 @@ class MeshPlan:
     grammar_flags: tuple[str, ...] = ()
 
     @property
+    def on_gpu(self) -> bool:
+        """True if the worker computes on a GPU, as far as the flags say; `auto` is the worker's to decide."""
+        return ("--device", "cuda") in zip(self.worker_flags, self.worker_flags[1:])
+
+    @property
     def url(self) -> str:
         """Where a client on this machine reaches it."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
@@ -79,7 +92,7 @@ def preflight(plan: MeshPlan) -> list[Problem]:
     """Everything that would fail, in the order people fix it."""
     problems = check_model_folder(plan.model)
     if not problems:
-        problems = check_memory(plan.model)
+        problems = check_gpu_memory(plan.model) if plan.on_gpu else check_memory(plan.model)
     return [*check_extras(grammar=plan.grammar), *problems, *(check_port(plan.host, plan.port) if plan.port else [])]
 
 

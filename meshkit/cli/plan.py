@@ -15,7 +15,6 @@ from meshkit.cli.screen import Screen, shared_options
 from meshkit.config import parse_size
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.memory_plan import GPUS, KV_PAGE_BYTES, Plan, Shape, plan
-from meshkit.types import PAGE_TOKENS
 
 
 @command("plan")
@@ -49,37 +48,25 @@ def plan_command(
     config = read_model_config(folder)
     if layers:
         config["num_hidden_layers"] = min(layers, int(config.get("num_hidden_layers", layers)))
-    name, total = _card(gpu)
+    name, total = card(gpu)
     try:
         shape = Shape.of(config)
     except ValueError as error:
         raise ProblemsError(Problem("MODEL", Exit.MODEL, str(error))) from None
     found = plan(shape, total, slots=slots, step_tokens=step_tokens, tails=tails, kv=kv, gpus=gpus, pages=pages)
-    fits = found.fits and found.used + found.pages * found.page_bytes <= found.usable
-    status = Exit.OK if fits else Exit.MEMORY
+    status = Exit.OK if found.fits else Exit.MEMORY
     if screen.as_json:
         screen.result(json.dumps(_as_json(found, name, int(status))))
         return int(status)
-    for row in rows(found, name):
+    for row in found.table(name):
         screen.result(row)
-    if fits:
+    if found.fits:
         return int(status)
-    raise ProblemsError(_refusal(found, folder.name, name, gpus))
+    raise ProblemsError(refusal(found, folder.name, name, gpus))
 
 
-def rows(found: Plan, name: str) -> list[str]:
-    """The table as text."""
-    out = [f"{line.name:30} {line.bytes / 1e9:9.3f} GB  {line.how}" for line in found.lines]
-    kept = found.pages * found.page_bytes
-    pages = f"{found.pages} pages x {found.page_bytes / 1e6:.2f} MB = {found.tokens} tokens of {PAGE_TOKENS} a page"
-    out.append(f"{'pages':30} {kept / 1e9:9.3f} GB  {pages}")
-    total = f"of {found.total / 1e9:.2f} GB ({name}), of which {found.usable / 1e9:.2f} GB are planned with"
-    return [*out, f"{'together':30} {(found.used + kept) / 1e9:9.3f} GB  {total}"]
-
-
-def _refusal(found: Plan, model: str, name: str, gpus: int) -> Problem:
+def refusal(found: Plan, model: str, name: str, gpus: int) -> Problem:
     """Does not fit: by how much, and what would help."""
-    short = found.used + max(2, found.pages) * found.page_bytes - found.usable
     largest = max(found.lines, key=lambda line: line.bytes)
     fixes = ["fewer --slots or --step-tokens"]
     if largest.name == "experts":
@@ -89,7 +76,7 @@ def _refusal(found: Plan, model: str, name: str, gpus: int) -> Problem:
     return Problem(
         "MEMORY",
         Exit.MEMORY,
-        f"{model} does not fit on {gpus} x {name}: {short / 1e9:.2f} GB too much",
+        f"{model} does not fit on {gpus} x {name}: {found.short / 1e9:.2f} GB too much",
         "; ".join(fixes),
         (f"largest: {largest.name}, {largest.bytes / 1e9:.2f} GB ({largest.how})",),
     )
@@ -109,12 +96,12 @@ def _as_json(found: Plan, name: str, status: int) -> dict[str, object]:
     }
 
 
-def _card(wanted: str) -> tuple[str, int]:
+def card(wanted: str) -> tuple[str, int]:
     """(name, bytes) of the card asked for; auto: the one in this machine, else an H200."""
     if wanted.upper() in GPUS:
         return wanted.upper(), GPUS[wanted.upper()]
     if wanted.lower() == "auto":
-        return _present() or ("H200", GPUS["H200"])
+        return present() or ("H200", GPUS["H200"])
     try:
         return wanted, parse_size(wanted)
     except ValueError as error:
@@ -122,7 +109,7 @@ def _card(wanted: str) -> tuple[str, int]:
         raise ProblemsError(Problem("USAGE", Exit.USAGE, f"--gpu {wanted}: {error}", f"one of {known}")) from None
 
 
-def _present() -> tuple[str, int] | None:
+def present() -> tuple[str, int] | None:
     """The first card that the driver shows, without torch."""
 
     class Memory(ctypes.Structure):

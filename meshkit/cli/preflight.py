@@ -79,6 +79,22 @@ def check_memory(model: Path) -> list[Problem]:
     return [Problem("MEMORY", Exit.MEMORY, fact, "a machine with more memory, or the demo model: v4mesh up", details)]
 
 
+def check_gpu_memory(model: Path) -> list[Problem]:
+    """Does the model fit on the GPU in this machine, served with the usual sizes? The worker does the exact sum."""
+    from meshkit.cli.plan import present, refusal
+    from meshkit.memory_plan import Shape, plan
+
+    card = present()
+    try:
+        shape = Shape.of(read_model_config(model))
+    except ValueError as e:
+        return [Problem("MODEL", Exit.MODEL, str(e))]
+    if card is None:
+        return [Problem("GPU_NONE", Exit.GPU, "--device cuda: no NVIDIA GPU is visible here", "--device cpu")]
+    found = plan(shape, card[1], slots=64, step_tokens=8192)
+    return [] if found.fits else [refusal(found, model.name, card[0], 1)]
+
+
 def check_api_keys(path: str) -> list[Problem]:
     """Can the gateway read its keys? Nothing to say where none are wanted."""
     if not path:

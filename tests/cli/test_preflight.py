@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshkit.cli import preflight
+from meshkit.cli import plan, preflight
 from meshkit.cli.main import main
 from meshkit.cli.model_folder import check_model_folder, cpu_bytes, find_model
 from meshkit.cli.up import UpConfig, make_plan
@@ -268,3 +268,17 @@ def test_a_run_folder_open_to_others_or_too_long_is_refused(tmp_path: Path):
     folder.mkdir(mode=0o755)
     codes = [p.code for p in preflight.check_run_folder(folder)]
     assert codes == ["RUN_DIR", "RUN_DIR"]
+
+
+def test_a_model_is_held_against_the_gpus_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(plan, "present", lambda: ("NVIDIA H200", 150_000_000_000))
+    assert preflight.check_gpu_memory(DEFAULT_MODEL) == []
+    monkeypatch.setattr(plan, "present", lambda: ("a small one", 2_000_000_000))
+    (problem,) = preflight.check_gpu_memory(DEFAULT_MODEL)
+    assert problem.exit == Exit.MEMORY and "does not fit on 1 x a small one" in problem.fact
+    monkeypatch.setattr(plan, "present", lambda: None)
+    (problem,) = preflight.check_gpu_memory(DEFAULT_MODEL)
+    assert problem.exit == Exit.GPU
+    (tmp_path / "config.json").write_text("{}")
+    (problem,) = preflight.check_gpu_memory(tmp_path)
+    assert problem.exit == Exit.MODEL and "hidden_size" in problem.fact

@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from meshkit.errors import GpuError, MemoryShort
+from meshkit.memory_plan import Shape, plan
 from meshkit.models import resolve_model, served_name
 from meshkit.types import PAGE_TOKENS, ModelInfo, SamplingParams
 from worker_svc.checkpoint.errors import NumericsError
@@ -45,6 +46,7 @@ def load(config: WorkerConfig) -> Loaded:
     device = gpu()
     folder = resolve_model(config.model)
     prepare_kernels(config, folder)
+    check_memory(config, folder, torch.cuda.mem_get_info(device)[0])
     progress = LoadProgress()
     checkpoint = load_checkpoint(folder, progress=lambda done, total: progress("read", done, total))
     numerics = gpu_numerics(checkpoint, config)
@@ -91,6 +93,27 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> None:
     if lacking and not config.jit:
         raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
     log.info("kernels: %s%s", root, f"; {lacking}, so they compile now" if lacking else "")
+
+
+def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:
+    """MemoryShort, with the arithmetic, if the model cannot fit into `free` bytes: before a byte of it is read."""
+    try:
+        shape = Shape.of(json.loads((folder / "config.json").read_bytes()))
+    except ValueError:
+        return  # the loader says what is wrong with it
+    found = plan(
+        shape,
+        free,
+        slots=config.slots or SLOTS,
+        step_tokens=config.max_step_tokens or STEP_TOKENS,
+        tails=config.tails,
+        kv="bf16" if config.kv_cache_dtype == "bf16" else "fp8_e4m3",
+        pages=config.pages,
+    )
+    if not found.fits:
+        lines = "\n  ".join(found.table("free on this card"))
+        fact = f"{folder.name} needs {found.short / 1e9:.2f} GB more than there is"
+        raise MemoryShort(f"{fact}\n  {lines}\n  fix: see `v4mesh plan {folder}` for what would fit")
 
 
 def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshkit import kernel_cache as files
-from meshkit.errors import GpuError
+from meshkit.errors import GpuError, MemoryShort
 from meshkit.kernel_cache import CacheFileError
 from meshkit.models import DEFAULT_MODEL
 from worker_svc import kernel_cache
@@ -152,3 +152,9 @@ def test_a_worker_prepares_its_cache_and_refuses_what_it_cannot_keep(tmp_path, m
     with pytest.raises(GpuError, match="no operation 'gemm'"):
         loading.prepare_kernels(dataclasses.replace(config, kernel="gemm=torch"), DEFAULT_MODEL)
     registry.pin(())
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read():
+    loading.check_memory(WorkerConfig(), DEFAULT_MODEL, 140_000_000_000)
+    with pytest.raises(MemoryShort, match=r"experts +0\.004 GB(?s:.*)v4mesh plan"):
+        loading.check_memory(WorkerConfig(), DEFAULT_MODEL, 2_000_000_000)
