@@ -44,6 +44,7 @@ from gateway.validate import (
     check_sampling,
     check_stream,
     check_top_logprobs,
+    refuse_extras,
 )
 from meshkit.types import NO_LOGPROBS
 
@@ -190,6 +191,11 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
             raise invalid(where, f"{where} has {len(parts)} parts; allowed are {gateway.limits.content_parts}")
     if body.chat_template is not None:
         raise invalid("chat_template", "chat_template cannot be replaced: the model's own encoding is used")
+    if body.add_generation_prompt is False and not (
+        body.continue_final_message or (body.messages[-1:] and body.messages[-1].get("prefix"))
+    ):
+        text = "add_generation_prompt = False: the model's turn is always opened; leave it out, or continue a message"
+        raise invalid("add_generation_prompt", text)
     try:
         messages = parse_messages(body.messages, gateway.config.api_profile)
         tools = parse_tools(body.tools)
@@ -252,6 +258,11 @@ def _refuse_missing(body: ChatRequest) -> None:
         raise ApiError(501, "functions: the deprecated form of tools is not supported; use tools", param="functions")
     if body.web_search_options is not None:
         raise missing_part("web_search_options", "searching the web", "a search tool")
+    if body.documents:
+        raise missing_part("documents", "passages beside the conversation", "an encoding for them")
+    if body.echo:
+        raise missing_part("echo", "repeating the last message", "an answer that holds it")
+    refuse_extras(body)
 
 
 def _reasoning_mode(body: ChatRequest) -> ReasoningMode:

@@ -31,6 +31,7 @@ from gateway.validate import (
     check_sampling,
     check_stream,
     check_top_logprobs,
+    refuse_extras,
 )
 from meshkit.types import NO_LOGPROBS
 
@@ -47,6 +48,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
     prompts = prompts_of(gateway, body.prompt)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
+    refuse_extras(body)
     gateway.check_ready()
     parsers = raw_parsers(gateway, sampling)
     jobs: list[Job] = []

@@ -30,6 +30,7 @@ from gateway.validate import (
     check_salt,
     check_sampling,
     check_top_logprobs,
+    refuse_extras,
 )
 from meshkit.types import NO_LOGPROBS, TokenLogprobs
 
@@ -73,6 +74,7 @@ async def generate(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     items = _items(gateway, body)
     priority = check_priority(body.priority)
     salt = check_salt(gateway.limits, cache_salt=body.cache_salt, extra_key=body.extra_key)
+    refuse_extras(body)
     gateway.check_ready()
     jobs: list[Job] = []
     for item in items:

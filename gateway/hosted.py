@@ -58,6 +58,13 @@ _IGNORED = (
     "truncate_prompt_tokens",
     "allowed_token_ids",
     "bad_words",
+    "use_beam_search",
+    "logits_processors",
+    "lora_path",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "documents",
+    "add_generation_prompt",
 )
 _IGNORED_THINKING = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 

@@ -55,6 +55,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
+    use_beam_search: Any = None
+    logits_processors: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -76,6 +78,9 @@ class RequestFields(SamplingFields, kw_only=True):
     rid: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    lora_path: Any = None  # this and what follows: refused when it asks for something
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
 
 
 class ChatRequest(RequestFields, kw_only=True):
@@ -100,6 +105,9 @@ class ChatRequest(RequestFields, kw_only=True):
     audio: Any = None
     web_search_options: Any = None
     functions: Any = None
+    documents: Any = None
+    echo: Any = None
+    add_generation_prompt: bool | None = None
 
 
 class CompletionRequest(RequestFields, kw_only=True):
@@ -160,6 +168,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     image_data: Any = None
     audio_data: Any = None
     input_embeds: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    return_hidden_states: Any = None
 
 
 class TokenizeRequest(ChatRequest, kw_only=True):
@@ -167,7 +178,6 @@ class TokenizeRequest(ChatRequest, kw_only=True):
 
     prompt: str | list[str] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
 
 
 class ExplainRequest(TokenizeRequest, kw_only=True):

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from gateway.constraints import Constraint, constraint_of
 from gateway.errors import ApiError, context_exceeded, invalid, missing_part, out_of_range
@@ -185,6 +186,28 @@ class _Checker:
         for field in ("allowed_token_ids", "bad_words"):
             if getattr(fields, field):
                 raise missing_part(field, "restricting the vocabulary", "token masks")
+        if fields.use_beam_search:
+            raise missing_part("use_beam_search", "searching with beams", "a beam search")
+        if fields.logits_processors:
+            raise missing_part("logits_processors", "code of the client's", "a place to run it")
+
+
+class Extras(Protocol):
+    """What a request may carry beside prompt and sampling that no part of this mesh does."""
+
+    lora_path: Any
+    custom_logit_processor: Any
+    return_hidden_states: Any
+
+
+def refuse_extras(body: Extras) -> None:
+    """501 where ignoring it would answer something else than was asked; values that ask for nothing pass."""
+    if body.lora_path:
+        raise missing_part("lora_path", "an adapter", "a worker that loads them")
+    if body.custom_logit_processor:
+        raise missing_part("custom_logit_processor", "code of the client's", "a place to run it")
+    if body.return_hidden_states:
+        raise missing_part("return_hidden_states", "hidden states in the answer", "a worker that returns them")
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> tuple[int, ...]:

@@ -295,8 +295,15 @@ async def test_the_cache_is_flushed_when_nothing_runs(served):
     await until(lambda: bool(served.mesh.open))
     status, error, _ = await served.post("/flush_cache", {})
     assert (status, error["error"]["code"]) == (400, "busy")
+    for wrong in ("soon", "-1", "nan", "1e9"):
+        status, error, _ = await served.get(f"/flush_cache?timeout={wrong}")
+        assert (status, error["error"]["param"]) == (400, "timeout") and wrong in error["error"]["message"]
+    flushes = served.mesh.flushes
+    waiting = asyncio.create_task(served.session.get(served.url + "/flush_cache?timeout=20"))
+    await until(lambda: served.mesh.flushes > flushes)
     served.mesh.released.set()
     await request
+    assert (await waiting).status == 200
 
 
 async def test_cached_tokens_reach_the_usage(served):

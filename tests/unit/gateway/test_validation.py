@@ -206,15 +206,32 @@ async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served
         (COMPLETIONS, {"allowed_token_ids": [5]}, "masks"),
         (GENERATE, {"logprob_start_len": 0}, "worker"),
         (GENERATE, {"token_ids_logprob": [5]}, "worker"),
+        (COMPLETIONS, {"use_beam_search": True}, "beam"),
+        (CHAT, {"logits_processors": ["x"]}, "code"),
+        (CHAT, {"documents": [{"text": "x"}]}, "passages"),
+        (CHAT, {"echo": True}, "message"),
+        (CHAT, {"lora_path": "x"}, "adapter"),
+        (COMPLETIONS, {"custom_logit_processor": "x"}, "code"),
+        (GENERATE, {"return_hidden_states": True}, "worker"),
+        (GENERATE, {"lora_path": ["x"]}, "adapter"),
     ],
 )
 async def test_missing_parts_are_501_and_named(served, path, extra, part):
     status, body, _ = await served.post(path, {**base(path), **extra})
     assert status == 501 and body["error"]["type"] == "not_implemented"
-    assert part in body["error"]["message"] and next(iter(extra)).split("[")[0] in str(body["error"]["param"]) + str(
-        extra
-    )
+    assert part in body["error"]["message"] and body["error"]["param"] == next(iter(extra))
     assert not served.mesh.starts
+
+
+async def test_the_models_turn_is_always_opened(served):
+    asked = {"messages": USER, "add_generation_prompt": False}
+    for path in (CHAT, "/tokenize"):
+        status, body, _ = await served.post(path, asked)
+        assert status == 400 and body["error"]["param"] == "add_generation_prompt"
+    last = {"role": "assistant", "content": "Well"}
+    for messages, more in (([*USER, last], {"continue_final_message": True}), ([*USER, {**last, "prefix": True}], {})):
+        status, _, _ = await served.post(CHAT, {**asked, "messages": messages, **more})
+        assert status == 200
 
 
 @pytest.mark.parametrize(
@@ -260,6 +277,8 @@ async def test_null_is_absent_and_unknown_is_ignored(served):
     body = {"messages": [{**USER[0], "name": None, "extra": {"a": 1}}], **dict.fromkeys(names.split())}
     status, _, _ = await served.post(CHAT, {**body, "metadata": {"x": 1}, "store": True, "whatever": [1, {}]})
     assert status == 200
+    nothing = {"use_beam_search": False, "logits_processors": [], "lora_path": "", "return_hidden_states": False}
+    assert (await served.post(CHAT, {"messages": USER, **nothing, "documents": [], "echo": False}))[0] == 200
     nulls = dict.fromkeys(["input_ids", "rid", "return_logprob", "logprob_start_len", "regex", "image_data"])
     assert (await served.post(GENERATE, {"text": "Hi", "return_routed_experts": False, **nulls}))[0] == 200
 
