@@ -32,6 +32,8 @@ class UpConfig:
     served_model_name: str = ""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT  # 0: a free one
+    grpc_port: int = 0  # of the public gRPC service; 0: none
+    gateway_processes: int = 1  # that share the port
     backend: str = "model"  # sim: no model is run, answers come from a hash in the time a GPU would take
     device: str = "cpu"
     quantization: str = ""
@@ -45,6 +47,10 @@ class UpConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise FieldError("port", "must be 0 (a free one) to 65535")
+        if not 0 <= self.grpc_port <= 65535 or self.grpc_port == self.port != 0:
+            raise FieldError("grpc_port", "must be 0 (no gRPC) to 65535, and not the HTTP port")
+        if not 1 <= self.gateway_processes <= 64:
+            raise FieldError("gateway_processes", "must be 1 to 64")
         if self.backend not in ("model", "sim"):
             raise FieldError("backend", "must be model or sim")
         if self.grammar not in ("auto", "on", "off"):
@@ -62,6 +68,8 @@ class UpConfig:
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
 @click.option("--host", help="Address to listen on (default 127.0.0.1); 0.0.0.0 for all.")
 @click.option("--port", type=int, help=f"Default {DEFAULT_PORT}; 0: a free one.")
+@click.option("--grpc-port", type=int, help="Port of the public gRPC service (default none).")
+@click.option("--gateway-processes", type=int, metavar="N", help="Gateways that share the port (default 1).")
 @click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
 @click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
@@ -112,7 +120,7 @@ def plan_or_refuse(config: UpConfig, file: Path | None, problems: list[Problem])
     try:
         return make_plan(config, file)
     except ProblemsError as e:
-        taken = check_port(config.host, config.port) if config.port else []
+        taken = [it for port in (config.port, config.grpc_port) if port for it in check_port(config.host, port)]
         raise ProblemsError([*problems, *e.problems, *taken]) from e
 
 
@@ -124,6 +132,11 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     name = config.served_model_name or hub_id or served_name(folder)
     gateway = ["--served-model-name", name]
     gateway += ["--drain-seconds", "1.5"]  # Ctrl-C at a terminal: running answers get a moment, not half a minute
+    if config.grpc_port:
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        gateway += ["--listen-grpc", f"{host}:{config.grpc_port}"]
+    if config.gateway_processes > 1:
+        gateway += ["--processes", str(config.gateway_processes)]
     if config.api_key_file:
         gateway += ["--api-key-file", config.api_key_file]
     elif not is_loopback(config.host):
