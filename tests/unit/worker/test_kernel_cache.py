@@ -128,16 +128,16 @@ def test_hollow_weights_have_one_layer_of_each_kind():
 
 def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loading, "WARM_SIZES", (16, 64))
+    monkeypatch.setattr(loading, "WARM_SIZES", (16,))
     for name in files.VARIABLES:
         monkeypatch.setenv(name, str(tmp_path / name))
-    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "64"]
+    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "16"]
     line += ["--context", "512"]
     assert command.main([*line, "--where"]) == 9
     assert command.main(line) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     manifest = kernel_cache.read_manifest(tmp_path / report["machine"])
-    assert manifest is not None and manifest.decode == (1, 2) and manifest.chunks == (16, 64)
+    assert manifest is not None and manifest.decode == (1, 2) and manifest.chunks == (16,)
     assert manifest.failures == () and "problem" not in report
 
 
