@@ -30,7 +30,7 @@ from gateway.text.chat_encoding import (
     parse_tools,
     resolve_thinking,
 )
-from gateway.text.chat_messages import ChatError, Message
+from gateway.text.chat_messages import ChatError, Message, keeps_reasoning
 from gateway.text.output_parser import OutputParser
 from gateway.text.stop_strings import StopStrings
 from gateway.tool_rules import ToolRule, tool_rule
@@ -199,6 +199,7 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
     try:
         messages = parse_messages(body.messages, gateway.config.api_profile)
         tools = parse_tools(body.tools)
+        kept = keeps_reasoning(body.chat_template_kwargs)
         mode = resolve_thinking(
             thinking=body.thinking,
             reasoning_effort=body.reasoning_effort,
@@ -221,6 +222,7 @@ def conversation_of(gateway: Gateway, body: ChatRequest) -> Conversation:
         response_format=kind,
         response_schema=format_schema(wanted) if kind == "json_schema" else None,
         continue_final_message=bool(body.continue_final_message),
+        keep_reasoning=kept,
         task=body.task,
         profile=gateway.config.api_profile,
     )

@@ -28,6 +28,7 @@ EXAMPLES: Final[dict[str, dict[str, Any]]] = {
     "TokenizeRequest": {"messages": _HELLO},
     "ExplainRequest": {"messages": _HELLO},
     "DetokenizeRequest": {"tokens": [5, 6, 7]},
+    "ReadingRequest": {"text": "<think>They greet me.</think>Hello!"},
     "AbortRequest": {"rid": "my-request"},
 }
 STREAMING: Final = ("ChatRequest", "CompletionRequest", "GenerateRequest", "MessagesRequest", "ResponsesRequest")

@@ -31,6 +31,7 @@ from gateway.operations import (
     ready,
     server_info,
 )
+from gateway.reading import parse_function_call, separate_reasoning
 from gateway.responses import count_input_tokens, one_response, responses
 from gateway.responses_request import ResponsesRequest
 from gateway.schema import (
@@ -40,6 +41,7 @@ from gateway.schema import (
     DetokenizeRequest,
     ExplainRequest,
     GenerateRequest,
+    ReadingRequest,
     TokenizeRequest,
 )
 from gateway.service import Gateway
@@ -102,6 +104,8 @@ ROUTES = (
     Route(("/generate",), ("POST", "PUT"), generate, "text_completion", body=GenerateRequest),
     Route(("/tokenize", "/v1/tokenize"), ("POST",), tokenize, body=TokenizeRequest),
     Route(("/detokenize", "/v1/detokenize"), ("POST",), detokenize, body=DetokenizeRequest),
+    Route(("/separate_reasoning", "/v1/separate_reasoning"), ("POST",), separate_reasoning, body=ReadingRequest),
+    Route(("/parse_function_call", "/v1/parse_function_call"), ("POST",), parse_function_call, body=ReadingRequest),
     Route(("/v1/models", "/models", "/anthropic/v1/models"), ("GET",), list_models),
     Route(("/health", "/"), ("GET",), health, open=True),  # clients ask the root whether a server is there
     Route(("/ping",), ("GET", "POST"), health, open=True),

@@ -190,6 +190,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class ReadingRequest(msgspec.Struct, kw_only=True):
+    """A text that a model wrote. Names of parsers, which other servers have several of, mean nothing here."""
+
+    text: str | None = None
+    tools: list[Any] | None = None
+
+
 class AbortRequest(msgspec.Struct, kw_only=True):
     rid: str | None = None
     abort_all: bool | None = None

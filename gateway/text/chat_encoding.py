@@ -35,7 +35,8 @@ class ChatOptions:
     """Everything but the messages that shapes a prompt.
 
     `effort_revision` is the checkpoint's: which efforts have a text. `response_schema` is the JSON schema of
-    `json_schema`. `profile` "deepseek" repeats the hosted service's refusals.
+    `json_schema`. `keep_reasoning` leaves earlier reasoning in place as tools do. `profile` "deepseek" repeats the
+    hosted service's refusals.
     """
 
     thinking: bool = True
@@ -46,6 +47,7 @@ class ChatOptions:
     response_format: ResponseFormat = "text"
     response_schema: Any = None
     continue_final_message: bool = False
+    keep_reasoning: bool = False
     task: str | None = None
     profile: Profile = "open"
 
@@ -217,9 +219,9 @@ def _add_user(prompt: Prompt, turn: Sequence[Message], calls: Sequence[ToolCall]
 
 
 def _add_assistant(prompt: Prompt, message: Message, options: ChatOptions) -> None:
-    """A finished assistant turn; its reasoning stays only in a thinking conversation with tools."""
+    """A finished assistant turn; its reasoning stays in a thinking conversation with tools, or where that is asked."""
     prompt.mark(markers.ASSISTANT)
-    if options.thinking and options.tools_active:
+    if options.thinking and (options.tools_active or options.keep_reasoning):
         prompt.mark(markers.THINK)
         prompt.text(message.reasoning or "")
     prompt.mark(markers.END_THINK)

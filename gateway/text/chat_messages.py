@@ -222,6 +222,13 @@ def resolve_thinking(
     return ThinkingMode(default_thinking if switch is None else switch, chosen)
 
 
+def keeps_reasoning(template_kwargs: object) -> bool:
+    """Whether `drop_thinking` is false: earlier reasoning stays in the prompt without tools too."""
+    if not isinstance(template_kwargs, Mapping):
+        return False
+    return _switch(template_kwargs, ("drop_thinking",), "chat_template_kwargs") is False
+
+
 def _effort(value: object, field: str) -> str | None:
     if value is None:
         return None

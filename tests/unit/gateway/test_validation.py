@@ -81,6 +81,7 @@ CHAT_ONLY = [
     ("thinking", {"type": "sometimes"}),
     ("chat_template", "{{ x }}"),
     ("chat_template_kwargs", {"thinking": "yes"}),
+    ("chat_template_kwargs", {"drop_thinking": 1}),
     ("continue_final_message", True),
     ("tool_choice", "maybe"),
     ("tool_choice", "required"),
@@ -221,6 +222,15 @@ async def test_missing_parts_are_501_and_named(served, path, extra, part):
     assert status == 501 and body["error"]["type"] == "not_implemented"
     assert part in body["error"]["message"] and body["error"]["param"] == next(iter(extra))
     assert not served.mesh.starts
+
+
+async def test_earlier_reasoning_is_dropped_unless_asked_otherwise(served):
+    messages = [*USER, {"role": "assistant", "content": "Hello.", "reasoning_content": "They greet me."}, *USER]
+    body, counts = {"messages": messages, "thinking": {"type": "enabled"}}, []
+    for kwargs in ({}, {"drop_thinking": True}, {"drop_thinking": False}):
+        _, answer, _ = await served.post(CHAT, {**body, "chat_template_kwargs": kwargs})
+        counts.append(answer["usage"]["prompt_tokens"])
+    assert counts[0] == counts[1] < counts[2]
 
 
 async def test_the_models_turn_is_always_opened(served):

@@ -112,7 +112,7 @@ def test_golden(v4, case):
 
 
 def test_golden_of_the_hosted_service_for_a_required_tool_is_ours_plus_the_opened_block(v4):
-    """We leave opening the block to the grammar; what the hosted service renders is our prompt and that opening."""
+    """G11: opening the block is left to the grammar; what the hosted service renders is our prompt and that opening."""
     ours = encode(v4, HI, [WEATHER], tool_choice="required", thinking=False)
     opening = Prompt()
     opening.markup("\n\n<｜DSML｜tool_calls>\n")
@@ -135,6 +135,16 @@ def test_constants_are_the_models():
 def test_unused_tools_leave_no_trace(v4):
     """tool_choice none counts exactly as many prompt tokens as a request without tools."""
     assert encode(v4, HI, [WEATHER], tool_choice="none").ids == encode(v4, HI).ids
+
+
+def test_earlier_reasoning_stays_where_that_is_asked(v4):
+    """As with tools, but for their part of the system text; without thinking there is none to keep."""
+    kept, dropped = (encode(v4, EXAMPLE, keep_reasoning=keep).text for keep in (True, False))
+    with_tools = encode(v4, EXAMPLE, [WEATHER]).text
+    assert "<think>Need two calls.</think>" in kept and "Need two calls." not in dropped
+    assert kept.partition("<｜User｜>")[2] == with_tools.partition("<｜User｜>")[2]
+    off = (encode(v4, EXAMPLE, keep_reasoning=keep, thinking=False).text for keep in (True, False))
+    assert len(set(off)) == 1
 
 
 def test_high_effort_is_a_text_before_the_conversation(v4):
