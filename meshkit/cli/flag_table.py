@@ -263,7 +263,7 @@ FLAGS: tuple[Entry, ...] = (
         promise="Write constrained JSON without blanks between its tokens.",
         ours="grammar.json_whitespace",
         switch=True,
-        does="the grammar service allows no blank between JSON tokens, and one at most inside tool calls and structural tags",
+        does="the grammar service allows no blank between JSON tokens (inside tool calls and structural tags: one)",
     ),
     Entry(
         name="--constrained-json-whitespace-pattern",
