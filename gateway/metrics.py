@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from meshkit.frames import SchedulerStatus
+from meshkit.types import PAGE_TOKENS
 
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -155,6 +156,10 @@ class GatewayMetrics(Collector):
             preempted.add_metric([self._model, str(number)], engine.preemptions)
         yield preempted
         yield self._sglang_counter("num_retracted_requests", "Requests preempted", status.preemptions)
+        used = status.pages_total - status.pages_free
+        yield self._gauge("sglang:num_used_tokens", "Tokens that the KV pages in use hold", used * PAGE_TOKENS)
+        free = status.pages_free * PAGE_TOKENS
+        yield self._gauge("sglang:kv_available_tokens", "Tokens that the free KV pages hold", free)
         yield self._gauge("v4mesh_pages_total", "KV pages", status.pages_total)
         yield self._gauge("v4mesh_pages_free", "KV pages free", status.pages_free)
         yield self._gauge("v4mesh_slots_free", "Slots free", status.slots_free)

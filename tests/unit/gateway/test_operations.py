@@ -254,6 +254,7 @@ async def test_a_tenant_aborts_its_own_requests_alone(mesh, serve_with, tmp_path
 
 async def test_metrics_tell_what_happened(served):
     served.mesh.cached = 1
+    served.mesh.status = replace(served.mesh.status, pages_total=10, pages_free=4)
     await served.post("/v1/chat/completions", {"messages": USER})
     await served.post("/v1/chat/completions", {"messages": USER, "n": 0})
     started = time.perf_counter()
@@ -272,6 +273,9 @@ async def test_metrics_tell_what_happened(served):
         'sglang:http_responses_total{status_code="400"} 1.0',
         'sglang:http_requests_total{endpoint="/v1/chat/completions"} 2.0',
         f'vllm:num_requests_running{{engine="0",{label}}} 0.0',
+        f"sglang:token_usage{{{label}}} 0.6",
+        f"sglang:num_used_tokens{{{label}}} 1536.0",
+        f"sglang:kv_available_tokens{{{label}}} 1024.0",
     ):
         assert line in text, line
     assert 'gen_ai_client_token_usage_count{gen_ai_provider_name="deepseek"' in text
