@@ -68,29 +68,37 @@ def parent_of(headers: Mapping[str, str]) -> str:
 async def read_body(
     exchange: Exchange, kind: type[Body], decoder: BodyDecoder, admission: Admission, limits: Limits
 ) -> Body:
-    """The decoded body. Refuses other content types, sizes and shapes than documented."""
+    """The decoded body. Refuses other content types, sizes and shapes than documented.
+
+    What it takes in memory counts, however little the headers tell: chunks have no length, compressed text a small one.
+    """
     request = exchange.request
     if "Content-Type" in request.headers and request.content_type != "application/json":
         raise invalid(None, f"Content-Type is {request.content_type!r}; send application/json")
     if request.charset and request.charset.lower() not in ("utf-8", "utf8", "us-ascii"):
         raise invalid(None, f"the charset is {request.charset!r}; send UTF-8")
-    expected = request.content_length or 0
-    if expected > limits.body:
+    taken = request.content_length or 0
+    if taken > limits.body:
         raise _too_large(limits)
-    admission.take_body(expected)
+    admission.take_body(taken)
+    data = bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):
-            data = await request.read()
-        return decoder.decode(data or b"{}", kind)
+            async for part in request.content.iter_any():
+                data += part
+                if len(data) > limits.body:
+                    raise _too_large(limits)
+                if len(data) > taken:
+                    admission.take_body(len(data) - taken)
+                    taken = len(data)
+        return decoder.decode(bytes(data) or b"{}", kind)
     except web.RequestPayloadError as error:
         text = f"the body is not what Content-Encoding and Transfer-Encoding say: {str(error).splitlines()[-1].strip()}"
         raise ApiError(400, text, headers={"Connection": "close"}) from None  # where the next request begins is unknown
-    except web.HTTPRequestEntityTooLarge:
-        raise _too_large(limits) from None
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
     finally:
-        admission.free_body(expected)
+        admission.free_body(taken)
 
 
 def json_response(exchange: Exchange, value: object, status: int = 200) -> web.Response:

@@ -1,6 +1,8 @@
 """Bounds on JSON structure, open generations, waits; what each is answered with."""
 
 import asyncio
+import gzip
+import json
 import time
 from contextlib import suppress
 
@@ -88,6 +90,32 @@ async def test_a_key_has_its_own_bound(mesh, serve_with, tmp_path):
         mesh.released.set()
         assert (await served.post(CHAT, {"messages": USER}, headers=bob))[0] == 200
         assert (await held)[0] == 200
+
+
+@pytest.mark.parametrize("how", ["length", "chunks", "gzip"])
+async def test_bytes_of_bodies_are_bounded_however_they_come(mesh, serve_with, monkeypatch, how):
+    body = json.dumps({"prompt": "x" * 60_000}).encode()
+    headers = {"Content-Type": "application/json"} | ({"Content-Encoding": "gzip"} if how == "gzip" else {})
+
+    async def sent():
+        for at in range(0, len(body), 9_000):
+            yield body[at : at + 9_000]
+
+    async with serve_with() as served:
+
+        async def post():
+            data = {"length": body, "chunks": sent(), "gzip": gzip.compress(body)}[how]
+            async with served.session.post(served.url + "/tokenize", data=data, headers=headers) as response:
+                return response.status, await response.json()
+
+        assert (await post())[0] == 200
+        monkeypatch.setattr(served.gateway.admission, "_limits", Limits(bodies_in_flight=50_000))
+        status, answer = await post()
+        assert status == 429 and "bytes in flight" in answer["error"]["message"]
+        assert served.gateway.admission.body_bytes == 0
+    async with serve_with(max_body_bytes=50_000) as served:
+        assert (await post())[0] == 413
+        assert served.gateway.admission.body_bytes == 0
 
 
 async def test_a_request_that_waits_too_long_is_refused(mesh, serve_with, monkeypatch):
