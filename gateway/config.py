@@ -57,6 +57,7 @@ class GatewayConfig:
     max_choices: int = option(8, "largest n")
     max_streams: int = option(4_096, "open generations of this process")
     max_waiting: int = option(1_024, "of them, those without a token yet")
+    max_key_streams: int = option(64, "open generations of one API key, where keys are set")
     request_seconds: float = option(3_600.0, "deadline of a request")
     stream_stall_seconds: float = option(30.0, "a client that reads nothing for so long is cut off")
     log_format: Literal["text", "json"] = option("text", "text or json")
@@ -72,6 +73,7 @@ class GatewayConfig:
             "max_choices": (1, 128),
             "max_streams": (1, 1 << 20),
             "max_waiting": (1, 1 << 20),
+            "max_key_streams": (1, 1 << 20),
             "request_seconds": (1, 14_400),
             "stream_stall_seconds": (0.01, 3_600),
         }
@@ -93,6 +95,7 @@ class GatewayConfig:
             choices_in_flight=max(64, self.max_choices),
             streams=self.max_streams,
             queue=self.max_waiting,
+            tenant_streams=self.max_key_streams,
             deadline_seconds=self.request_seconds,
             stream_stall_seconds=self.stream_stall_seconds,
         )

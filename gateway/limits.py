@@ -105,7 +105,7 @@ class Admission:
             most, has = self._limits.tenant_streams, self._of_tenant[tenant]
             raise ApiError(
                 429,
-                f"this key has {has} of {most} generations open",
+                f"this key has {has} of {most} generations open (the gateway's --max-key-streams)",
                 code="rate_limit_exceeded",
                 retry_after_s=1,
                 headers={

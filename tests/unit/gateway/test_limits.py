@@ -92,6 +92,16 @@ async def test_a_key_has_its_own_bound(mesh, serve_with, tmp_path):
         assert (await held)[0] == 200
 
 
+async def test_the_bound_of_a_key_can_be_set(mesh, serve_with, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a key-of-alice")
+    async with serve_with(api_key_file=file, max_key_streams=2) as served:
+        headers = {"Authorization": "Bearer key-of-alice"}
+        assert (await served.post("/v1/completions", {"prompt": [[5]] * 2}, headers=headers))[0] == 200
+        status, answer, _ = await served.post("/v1/completions", {"prompt": [[5]] * 3}, headers=headers)
+        assert status == 429 and "0 of 2" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("how", ["length", "chunks", "gzip"])
 async def test_bytes_of_bodies_are_bounded_however_they_come(mesh, serve_with, monkeypatch, how):
     body = json.dumps({"prompt": "x" * 60_000}).encode()
