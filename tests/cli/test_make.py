@@ -31,8 +31,8 @@ def test_help_lists_what_the_readme_promises():
     ("target", "commands"),
     [
         ("demo", ["-m venv nowhere", "-c constraints.txt", "'.[cpu]'", "v4mesh demo"]),
-        ("test", ["'.[dev]'", "ruff check", "ruff format --check", "mypy", "lint-imports", "gen_protos.sh --check"]),
-        ("test", ["tools/lane.sh nowhere/bin 5000"]),
+        ("test", ["'.[dev,grammar]'", "ruff check", "ruff format --check", "mypy", "lint-imports", "gen_protos.sh --check"]),
+        ("test", ["tools/lane.sh nowhere/bin 10000"]),
         ("nightly", ["tests.sim --seeds 200000", 'pytest -m "not gpu"']),
         ("sim SEEDS=7", ["tests.sim --seeds 7"]),
     ],
@@ -56,8 +56,8 @@ def test_the_lane_says_what_its_parts_took_and_ends_with_pytests_summary(tmp_pat
         (tmp_path / ".venv" / stamp).touch()
     lines = make("test", folder=tmp_path).splitlines()
     assert sorted(line.split(":")[0] for line in lines if re.fullmatch(r"\w+: \d+ s", line)) == ["static"]
-    assert re.fullmatch(r"sim and tests together: \d+ s", lines[-2])
-    assert lines[-1] == "7 passed in 1.00s"
+    assert re.fullmatch(r"tests and simulation together: \d+ s", lines[-2])
+    assert re.fullmatch(r"14 passed in \d+s", lines[-1])  # both halves
     for broken in (".venv/bin/mypy", ".venv/bin/python", ".venv/bin/pytest"):  # in static, in sim, at the end
         program(tmp_path / broken, "exit 1")
         with pytest.raises(subprocess.CalledProcessError):
