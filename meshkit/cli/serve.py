@@ -39,6 +39,7 @@ def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
 @guide_options
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
 @click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
+@click.option("--kernel", metavar="OP=BACKEND,..", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
 @click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
 @click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")
@@ -51,7 +52,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     answers, problems = understand(given, environment())
     file = config_path(screen)
     values = {a.entry.field: a.value for a in answers if a.entry in FLAGS}
-    flags = {k: given[k] for k in ("served_model_name", "device", "deterministic", "api_key_file", "run_dir")}
+    flags = {k: given[k] for k in ("served_model_name", "device", "kernel", "deterministic", "api_key_file", "run_dir")}
     flags |= {k: values.get(k) for k in UP_FIELDS}
     flags["grammar"] = GRAMMAR.get(values.get("grammar_backend", ""))
     config = load(UpConfig, "up", file=file, flags={"model": model or values.get("model_path"), **flags}).value

@@ -36,6 +36,7 @@ class UpConfig:
     gateway_processes: int = 1  # that share the port
     backend: str = "model"  # sim: no model is run, answers come from a hash in the time a GPU would take
     device: str = "cpu"
+    kernel: str = ""  # pinned GPU backends, op=backend with commas between
     quantization: str = ""
     kv_cache_dtype: str = ""
     deterministic: bool = False
@@ -72,6 +73,7 @@ class UpConfig:
 @click.option("--gateway-processes", type=int, metavar="N", help="Gateways that share the port (default 1).")
 @click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
 @click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
+@click.option("--kernel", metavar="OP=BACKEND,..", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
@@ -144,6 +146,8 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     worker = ["--served-model-name", name, "--device", config.device]
     if config.backend == "sim":
         worker += ["--backend", "sim"]
+    if config.kernel:
+        worker += ["--kernel", config.kernel]
     if config.quantization:
         worker += ["--quantization", config.quantization]
     if config.kv_cache_dtype:

@@ -173,6 +173,16 @@ def test_the_kernel_cache_reaches_the_worker(capsys: pytest.CaptureFixture[str],
     assert "jit " not in capsys.readouterr().out.replace("--jit-recompile", "")
 
 
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_the_gpu_and_pins_reach_the_worker(command: str, capsys: pytest.CaptureFixture[str]):
+    assert main([command, "--device", "cuda", "--kernel", "experts=torch,sample=torch", "--launcher", "print"]) == 0
+    (worker,) = (shlex.split(row) for row in capsys.readouterr().out.splitlines() if "v4mesh worker" in row)
+    assert worker[worker.index("--device") + 1] == "cuda"
+    assert worker[worker.index("--kernel") + 1] == "experts=torch,sample=torch"
+    assert main([command, "--device", "tpu", "--launcher", "print"]) == Exit.CONFIG
+    assert "must be cpu, cuda or auto" in capsys.readouterr().err
+
+
 def test_the_grammar_service_and_its_standby_serve_scheduler_and_worker(capsys: pytest.CaptureFixture[str]):
     line = ["--grammar-backend", "xgrammar", "--constrained-json-disable-any-whitespace"]
     assert main(["serve", *line, "--launcher", "print"]) == 0
