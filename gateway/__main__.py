@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -115,7 +116,7 @@ def _mesh(config: GatewayConfig) -> tuple[MeshClient | Fleet, Callable[[], bytes
 
 def _journal(config: GatewayConfig, boot: int) -> Journal:
     identity = JournalConfig(
-        name=f"gateway-{os.getpid()}",
+        name=f"gateway-{socket.gethostname()[:64]}-{os.getpid()}",  # in containers all have the same few numbers
         boot=boot,
         build=build_id(),
         deterministic=config.deterministic,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from meshkit.core import Called, Reply
+from meshkit.errors import Draining
 from meshkit.frames import Submit, SubmitReply
 from meshkit.health import Health
 from meshkit.obs import Metrics, Tracing
@@ -96,11 +97,19 @@ class SchedulerLoop:
     async def finish(self) -> None:
         """Drain, wait until nothing runs, say Bye on every stream; or the last at once, for a successor to go on."""
         try:
-            if not self._hand_over:
+            if self._hand_over:
+                self._give_up_calls()
+            else:
                 self.drain()
                 await self._drained.wait()
         finally:
             self.shell.farewell("the scheduler is shutting down")
+
+    def _give_up_calls(self) -> None:
+        """Whoever waits for a grammar's verdict asks the next scheduler; it must not wait for the one to leave."""
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(Draining("another scheduler takes over"))
 
     def _effect(self, effect: object) -> None:
         match effect:

@@ -69,6 +69,7 @@ class WorkerLoop:
         self._channel = open_channel(scheduler)
         self._dials: set[asyncio.Task[None]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = False
 
     async def run(self) -> None:
         """Dial and serve until cancelled."""
@@ -86,7 +87,11 @@ class WorkerLoop:
             self._pipeline.close()
 
     async def finish(self) -> None:
-        """Say Bye, so that the scheduler places our requests elsewhere at once, and wait until it is sent."""
+        """Say Bye, so that the scheduler places our requests elsewhere at once, and wait until it is sent.
+
+        It must stay the last word: a worker that attached again and then ended would have crashed.
+        """
+        self._leaving = True
         self.shell.farewell("the worker is shutting down")
         if self._dials:
             await asyncio.wait(self._dials, timeout=FAREWELL_S)
@@ -99,6 +104,8 @@ class WorkerLoop:
                 if self._masks is not None:
                     self._masks.book.free(slot, slot_gen)
             case Dial(conn=conn):
+                if self._leaving:
+                    return
                 dialling = self.shell.dial(conn, Link.WORKER_UP, partial(attach_worker, self._channel))
                 task = asyncio.create_task(dialling)
                 self._dials.add(task)

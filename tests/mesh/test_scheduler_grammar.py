@@ -126,3 +126,23 @@ async def test_a_gateway_that_gives_up_finds_its_verdict_later(scheduler, tmp_pa
         service.go.set()
         _, reply = await second
         assert reply.verdict is Verdict.ACCEPTED and len(service.asked) == 1
+
+
+async def test_a_hand_over_waits_for_no_verdict(tmp_path):
+    address = f"unix:{tmp_path / 'grammar'}.sock"
+    loop = SchedulerLoop(SchedulerLimits(), Health(), Metrics(), start_tracing("scheduler"), address, hand_over=True)
+    async with (
+        grammar_service(tmp_path) as service,
+        serving(tmp_path, "s", SchedulerServicer(loop).add_to) as listening,
+    ):
+        service.slow = True
+        task = asyncio.create_task(loop.run())
+        async with GatewayProbe(listening) as gateway:
+            asking = asyncio.create_task(gateway.submit([1, 2], grammar=SOURCE))
+            await until(lambda: service.asked)
+            await asyncio.wait_for(loop.finish(), 1)
+            with pytest.raises(Draining, match="takes over"):
+                await asyncio.wait_for(asking, 1)
+            await until(lambda: gateway.closed == "EOF")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

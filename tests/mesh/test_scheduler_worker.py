@@ -197,6 +197,8 @@ async def test_work_moves_to_another_worker_at_a_planned_leave(scheduler, start_
         await until(lambda: len(gateway.tokens.get(row, ())) > 10)
         await start_worker(group="w1")
         await first.loop.finish()
+        await asyncio.sleep(0.4)  # it does not dial again while the rest of its process ends
+        assert list(scheduler.core.state.workers) == ["w1"] and not scheduler.core.state.lost
         first.task.cancel()
         await until(lambda: row in gateway.finished, 15)
         assert gateway.tokens[row] == expected([4], 200)
