@@ -1,0 +1,75 @@
+"""Tools that evaluate and load servers, as their users install them, on the real mesh.
+
+Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB. What they write at
+their end is read here: a tool that gives up half way writes nothing, or less.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks._mesh import running_mesh
+
+LM_EVAL = "lm-eval[api]==0.4.13"
+SUMS = [(37, 45), (12, 30), (8, 9), (50, 21), (64, 17), (23, 23), (71, 14), (5, 88)]
+TASK = """\
+task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {questions}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: [], max_gen_toks: 64, temperature: 0}}
+filter_list:
+  - name: last
+    filter:
+      - {{function: regex, regex_pattern: "(\\\\d+)\\\\D*$"}}
+      - {{function: take_first}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1_500)]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with running_mesh("--deterministic") as base:
+        yield base
+
+
+def installed(folder: Path, *packages: str) -> Path:
+    """The folder of the programs of a new environment that holds these packages."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([folder / "bin" / "pip", "install", "--quiet", *packages], check=True, timeout=900)
+    return folder / "bin"
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    """What it said; AssertionError with the end of that if it failed."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said[-4000:]
+    return said
+
+
+def test_lm_eval_runs_a_task_of_sums(url, tmp_path):
+    """Through chat, four requests at once; the model's answers are exact."""
+    questions = tmp_path / "sums.jsonl"
+    rows = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in SUMS]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "sums.yaml").write_text(TASK.format(questions=questions))
+    model = f"model=v4-nano,base_url={url}/v1/chat/completions,num_concurrent=4"
+    command = [installed(tmp_path / "env", LM_EVAL) / "lm_eval", "run", "--model", "local-chat-completions"]
+    command += ["--model_args", model, "--tasks", "sums", "--include_path", tmp_path, "--apply_chat_template"]
+    run([*command, "--output_path", tmp_path / "out"], tmp_path)
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(results.read_text())
+    assert found["n-samples"]["sums"]["effective"] == len(SUMS)
+    assert found["results"]["sums"]["exact_match,last"] >= 0.75
