@@ -18,10 +18,10 @@ from meshkit.types import PAGE_TOKENS
 
 MS: Final = 1_000_000
 STALE_NS: Final = 3_000 * MS  # statuses come once a second
-CROWD_PAGES: Final = 64.0
+CROWD_PAGES: Final = 32.0
 """What a full instance costs more than an empty one: its steps are longer for all tokens of the answer."""
 HOME_PAGES: Final = 1.0
-"""What a prompt's home is cheaper: gateways that know nothing of each other's requests agree on it."""
+"""What a prompt's home is cheaper."""
 
 SERVING, BUSY, NO_WORKER, LOST, LEAVING, NEVER_SERVED, OUT = range(7)
 """Standings of an instance; BUSY has refused something lately."""
@@ -111,8 +111,8 @@ class Chooser:
         it = self.instances[pick.index]
         pick.answered = True
         it.prefill = max(0.0, it.prefill - pick.pages)
-        computed = max(0.0, pick.pages + pick.known.pages - cached_tokens / PAGE_TOKENS)
-        self._typical += (computed - self._typical) / 32
+        found = cached_tokens / PAGE_TOKENS - pick.known.pages  # more than was known, or less
+        self._typical += (max(0.0, pick.pages - found) - self._typical) / 32
         pick.pages = 0.0
         if cached_tokens // PAGE_TOKENS < pick.known.sure / 2:
             it.pages.forget_until(pick.known.stamp)
@@ -142,6 +142,10 @@ class Chooser:
         """Its prefix cache is empty."""
         self.instances[index].pages.clear()
 
+    def heard(self, index: int, keys: Sequence[bytes]) -> None:
+        """Another gateway has sent a prompt there."""
+        self.instances[index].pages.note(keys)
+
     # ---- what it decides --------------------------------------------------------------------------------------------
 
     def choose(self, ask: Ask, now_ns: int, without: Collection[int] = (), worst: int = NEVER_SERVED) -> Pick | None:
@@ -155,35 +159,43 @@ class Chooser:
             return None
         open_to = [i for i, rank in enumerate(ranks) if rank == best]
         known = {i: self.instances[i].pages.find(ask.keys) if self._prefixes else Known(0, 0, 0) for i in open_to}
-        index = self._cheapest(ask, open_to, known, now_ns)
+        home = self._home(ask, open_to, known)
+        index = self._cheapest(ask, open_to, known, home, now_ns)
         reason: Reason = "only" if len(open_to) == 1 else "prefix" if known[index].pages else "load"
         return self._book(index, ask, known[index], reason)
 
-    def _cheapest(self, ask: Ask, open_to: list[int], known: dict[int, Known], now_ns: int) -> int:
+    def _home(self, ask: Ask, open_to: list[int], known: dict[int, Known]) -> int:
+        """Where a prompt belongs by its first page that is new here; -1 if none is.
+
+        Gateways that know nothing of each other's requests agree on it, so that one finds there what another has sent.
+        """
+        longest = max(known[i].pages for i in open_to)
+        if not self._prefixes or longest >= len(ask.keys):
+            return -1
+        key = ask.keys[longest]
+        return max(open_to, key=lambda i: hashlib.blake2b(key + self.instances[i].name, digest_size=8).digest())
+
+    def _cheapest(self, ask: Ask, open_to: list[int], known: dict[int, Known], home: int, now_ns: int) -> int:
         if len(open_to) == 1:
             return open_to[0]
         priced = open_to
         if 0 < self._candidates < len(open_to):
             priced = self._rng.sample(open_to, self._candidates)
             longest = max(open_to, key=lambda i: known[i].pages)
-            if known[longest].pages and longest not in priced:
-                priced.append(longest)
-        home = max(open_to, key=lambda i: _weight(ask.keys[0], self.instances[i].name)) if ask.keys else -1
-        return min(
-            priced,
-            key=lambda i: (
-                self._price(self.instances[i], ask, known[i], now_ns) - HOME_PAGES * (i == home),
-                self._rng.random(),
-            ),
-        )
+            priced = list({*priced, longest, home} - {-1})
+        return min(priced, key=lambda i: (self._price(i, ask, known[i], home, now_ns), self._rng.random()))
 
-    def _price(self, it: _Instance, ask: Ask, known: Known, now_ns: int) -> float:
+    def _price(self, index: int, ask: Ask, known: Known, home: int, now_ns: int) -> float:
+        it = self.instances[index]
         slots = max(1, it.status.slots_total) if it.status is not None else 1
         stale = now_ns - it.status_ns > STALE_NS
         load = it.open + (0 if stale else it.others)
         queue = max(0, load + ask.choices - slots)
         crowd = CROWD_PAGES * min(1.0, load / slots)
-        return ask.tokens / PAGE_TOKENS - known.pages + it.prefill + queue * self._typical + crowd
+        new = ask.tokens / PAGE_TOKENS - known.pages
+        if index == home:
+            new -= HOME_PAGES
+        return new + it.prefill + queue * self._typical + crowd
 
     def _book(self, index: int, ask: Ask, known: Known, reason: Reason) -> Pick:
         it = self.instances[index]
@@ -193,7 +205,3 @@ class Chooser:
         if self._prefixes:
             it.pages.note(ask.keys)
         return Pick(index, ask.keys, known, reason, pages, ask.choices)
-
-
-def _weight(key: bytes, name: bytes) -> bytes:
-    return hashlib.blake2b(key + name, digest_size=8).digest()

@@ -50,6 +50,8 @@ class Fleet:
     """Made inside an event loop; `run` must be running. `clients` in the order of `names`, their addresses."""
 
     def __init__(self, names: Sequence[str], clients: Sequence[MeshClient], rng: Random, metrics: Metrics) -> None:
+        self.on_placed: Callable[[int, Sequence[bytes]], None] = lambda index, keys: None
+        """Hears where prompts go: the instance, and the keys of the prompt's pages."""
         self._names = tuple(names)
         self._clients = tuple(clients)
         self._chooser = Chooser(names, rng)
@@ -151,6 +153,11 @@ class Fleet:
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
+    def heard(self, index: int, keys: Sequence[bytes]) -> None:
+        """Another gateway of the same schedulers has sent a prompt there."""
+        if 0 <= index < len(self._clients):
+            self._chooser.heard(index, keys)
+
     # ---- answers ----------------------------------------------------------------------------------------------------
 
     def _take(self, route: _Route, answer: Answer) -> None:
@@ -205,6 +212,8 @@ class Fleet:
 
     def _send(self, route: _Route) -> None:
         self._picked.add(1, instance=str(route.pick.index), reason=route.pick.reason)
+        if route.start.page_keys:
+            self.on_placed(route.pick.index, route.start.page_keys)
         self._at(route).start(route.start, partial(self._take, route))
 
     def _choose(

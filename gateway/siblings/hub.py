@@ -1,7 +1,7 @@
 """The parent's side: passes a question of one gateway on to all of them, and brings the answers together.
 
-`metrics` merges their expositions; `abort` ends a request wherever it runs. A gateway that does not answer within a
-second is left out.
+`metrics` merges their expositions; `abort` ends a request wherever it runs; `placed` tells all where prompts went. A
+gateway that does not answer within a second is left out.
 """
 
 import asyncio

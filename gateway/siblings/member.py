@@ -1,12 +1,23 @@
-"""A gateway's side: what it asks about all processes of its port, and what it answers for itself."""
+"""A gateway's side: what it asks about all processes of its port, and what it answers for itself.
+
+Where there are several schedulers it also tells the others where it has sent prompts, ten times a second: the next turn
+of a conversation may come to any process.
+"""
 
 import asyncio
 import logging
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
+from gateway.instances.fleet import Fleet
 from gateway.service import Gateway
 from gateway.siblings.wire import LONGEST_LINE, Talk
+
+TELL_S: Final = 0.1
+MOST_TOLD: Final = 1 << 17  # page keys told at once; of what is beyond, the others know nothing
+_KEY: Final = 16
 
 log = logging.getLogger("gateway.siblings")
 
@@ -18,6 +29,11 @@ class Member:
         self._gateway = gateway
         self._talk = Talk(reader, writer, self._answer)
         self._running = asyncio.create_task(self._talk.run())
+        self._placed: list[tuple[int, bytes]] = []
+        self._untold = 0  # keys in it
+        self._telling: asyncio.Task[None] | None = None
+        if isinstance(gateway.mesh, Fleet):
+            gateway.mesh.on_placed = self._note_placed
 
     @classmethod
     async def join(cls, gateway: Gateway, path: str) -> "Member":
@@ -25,9 +41,11 @@ class Member:
         return cls(gateway, *await asyncio.open_unix_connection(path, limit=LONGEST_LINE))
 
     async def stop(self) -> None:
-        self._running.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._running
+        for task in (self._running, self._telling):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
 
     async def metrics(self) -> bytes:
         """Of all processes; of this one alone while the parent does not answer."""
@@ -45,11 +63,34 @@ class Member:
             log.warning("aborted in this process alone: %s", type(error).__name__)
             self._abort(tenant, rid)
 
+    def _note_placed(self, index: int, keys: Sequence[bytes]) -> None:
+        if self._untold + len(keys) > MOST_TOLD:
+            return
+        self._untold += len(keys)
+        self._placed.append((index, b"".join(keys)))
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """What has been placed in the meantime, as one message."""
+        await asyncio.sleep(TELL_S)
+        placed, self._placed, self._untold = self._placed, [], 0
+        with suppress(OSError, TimeoutError):
+            await self._talk.ask("placed", prompts=[[index, b64encode(keys).decode()] for index, keys in placed])
+        if self._placed:
+            self._telling = asyncio.create_task(self._tell())
+
     async def _answer(self, what: str, arguments: dict[str, Any]) -> Any:
         if what == "metrics":
             return self._gateway.metrics.exposition().decode()
         if what == "abort":
             self._abort(str(arguments["tenant"]), str(arguments["rid"]))
+            return True
+        if what == "placed" and isinstance(self._gateway.mesh, Fleet):
+            for index, text in arguments["prompts"]:
+                keys = b64decode(text)
+                chain = [keys[at : at + _KEY] for at in range(0, len(keys), _KEY)]
+                self._gateway.mesh.heard(int(index), chain)
             return True
         return None
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from gateway.errors import ApiError
 from gateway.instances.fleet import Fleet
 from gateway.journal.entry import new_entry, resumed
 from gateway.journal.events import Emit, Ended, Refused, Start
+from gateway.siblings.hub import Hub
+from gateway.siblings.member import Member
 from meshkit.frames import SchedulerStatus, Verdict
 from meshkit.obs import Metrics
+from meshkit.testing import until
 from meshkit.types import FinishReason, GrammarKind, GrammarSource, ModelInfo, RequestId, SamplingParams
 
 MODEL = ModelInfo(name="m", revision="r", vocab_size=100, max_context=64, eos_ids=(1,), kv_layout_id="k")
@@ -84,7 +88,7 @@ class Rig:
 
     def start(self, n=1, **fields):
         request = Start(
-            request_id=RID, prompt=np.arange(600, dtype=np.int32), page_keys=(b"a", b"b"),
+            request_id=RID, prompt=np.arange(600, dtype=np.int32), page_keys=(b"a" * 16, b"b" * 16),
             params=SamplingParams(max_tokens=20), seed=1, n=n, tenant="", priority=0, deadline_ms=9_000, **fields,
         )  # fmt: skip
         self.fleet.start(request, self.answers.append)
@@ -258,3 +262,20 @@ async def test_flush_and_explain_ask_all_that_are_there(rig):
         client.attached = False
     with pytest.raises(ApiError, match="no scheduler"):
         await rig.fleet.flush_cache()
+
+
+async def test_gateways_of_one_port_tell_each_other_where_prompts_went(tmp_path):
+    rigs = [Rig(), Rig()]
+    hub = Hub()
+    await hub.start(tmp_path / "hub.sock")
+    members = [await Member.join(SimpleNamespace(mesh=rig.fleet), str(tmp_path / "hub.sock")) for rig in rigs]
+    try:
+        rigs[0].start()
+        (at,) = rigs[0].holders()
+        await until(lambda: rigs[1].fleet.instances[at].known_pages == 2, 5)
+        rigs[1].start()
+        assert rigs[1].holders() == [at] and rigs[1].counted("v4mesh_instance_requests_total", reason="prefix") == 1
+    finally:
+        for member in members:
+            await member.stop()
+        await hub.stop()
