@@ -282,6 +282,7 @@ class Checker:
         """A row that was made to fail, or a grammar service that cannot go on with what another revision began."""
         made = (spec.request_id, effect.choice) in self.world.row_faults
         upgraded = bool(spec.grammar) and self.world.grammars.revision > 1
+        made |= effect.error_code == "grammar_failed" and spec.grammar in self.world.grammars.refused
         bad = effect.error_code == "bad_grammar" and spec.grammar in REFUSED
         if not (bad or upgraded or (made and effect.error_code != "bad_grammar")):
             raise Violation("I2", f"request {spec.number} ended with {effect.error_code}: {effect.error_message}")
@@ -361,6 +362,8 @@ class Checker:
         for process in world.processes:
             if not process.alive or process.frozen:
                 return f"{process.name} is down"
+        if not world.grammars.alive or world.grammars.frozen:
+            return "the grammar service is down"
         state = world.scheduler.core.state
         if len(state.workers) != len(world.workers) or not all(w.serving for w in state.workers.values()):
             return "a worker is not attached"
@@ -386,9 +389,11 @@ class Checker:
             table, worker = process.core.table, state.workers[process.name]
             if table.slots or any(table._refs):
                 return f"{process.name} holds slots"
-            assert process.device is not None
-            if process.device.bound - process.device.freed:
-                return f"{process.name} has bound slots that it did not give up"
+            if process.masks is not None and process.masks.book._slots:
+                return f"{process.name} keeps masks of slots that it gave up"
+            attachment = world.grammars.attachments.get(process.name)
+            if process.masks is not None and (attachment is None or len(attachment.engine)):
+                return f"the grammar service has sessions of {process.name}, or no stream"
             pages, tails = _published(state, worker)
             if sorted(table.published) != pages or table.tails != tails:
                 return f"{process.name} has published other pages or tails than the scheduler knows"

@@ -5,13 +5,16 @@ into a published page. What is read decides the next token, see `reference`.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from meshkit.types import PAGE_TOKENS
+from tests.sim.masks import to_bits
 from tests.sim.reference import START_DIGEST, Sampler, fold, new_sampler
 from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import SlotTable
 from worker_svc.core.work import CopyWork, Fault, RowOutcome, RowWork, SlotInit, StepOutcome, StepWork, TailWork
+from worker_svc.masks.constraints import UNMASKED, Constraints, SlotMask
+from worker_svc.masks.constraints import Place as MaskPlace
+from worker_svc.masks.source import MaskSource
 
 RING = 192
 LAYERS = 2
@@ -58,28 +61,16 @@ class Place:
     tenant: str = ""
     exact_from: int = 0  # a replay is not exact before
     grammar_id: bytes = b""
-    gen: int = 0
-    bound: int = 0  # boot of the grammar process that has its matcher
-
-
-class Grammarian(Protocol):
-    """What a worker sees of the grammar service."""
-
-    boot: int
-    alive: bool
-    texts: dict[bytes, str]
-
-    def binds(self, grammar_id: bytes) -> bool: ...
 
 
 class Device:
     """One worker's pools. Rows are parked as the caller says, and where a grammar's masks are not there."""
 
-    def __init__(self, table: SlotTable, grammars: Grammarian) -> None:
+    def __init__(self, table: SlotTable, masks: MaskSource | None) -> None:
         self.table = table
-        self.grammars = grammars
-        self.bound: set[tuple[int, int]] = set()  # (slot, generation) of constrained slots that were started
-        self.freed: set[tuple[int, int]] = set()  # ... and of those given up
+        self.constraints = Constraints()
+        if masks is not None:
+            self.constraints.source = masks
         self.pages = [Page() for _ in range(table.pools.pages * table.pools.ranks)]
         self.tails: list[tuple[int, int]] = [(0, -1)] * (table.pools.tails * table.pools.ranks)
         self.places: dict[int, Place] = {}
@@ -107,8 +98,14 @@ class Device:
         for save in work.saves:
             start, end = spans.get(save.slot, (0, 0))
             self._save(save, start + 1, end)
+        places = [
+            MaskPlace(row.slot, row.out_pos)
+            for i, row in enumerate(rows)
+            if row is not None and row.sample_last and i not in parked and i not in faulty
+        ]
+        masks = self.constraints.take(places, rows=len(rows), forward_s=0.0)
         outcomes = [
-            RowOutcome(()) if row is None else self._sample(row, parked=i in parked, faulty=i in faulty)
+            RowOutcome(()) if row is None else self._sample(row, masks, parked=i in parked, faulty=i in faulty)
             for i, row in enumerate(rows)
         ]
         for row, outcome in zip(rows, outcomes, strict=True):
@@ -116,6 +113,11 @@ class Device:
             if row is not None and (pos := self.resident.advance(row, outcome.tokens, failed=failed)):
                 end = next(reversed(self.places[row.slot].ring))
                 self._save(TailWork(row.slot, pos, row.spare), end - RING + 128, end)
+        self.constraints.tell(
+            (row.slot, row.out_pos, outcome, self.resident.ended(row.slot))
+            for row, outcome in zip(rows, outcomes, strict=True)
+            if row is not None
+        )
         return StepOutcome(rows=tuple(outcomes))
 
     def published(self, page: int) -> int:
@@ -131,23 +133,9 @@ class Device:
             raise Violation("I5", f"published tail {tail} is not the state at the end of page {page}")
 
     def _init(self, init: SlotInit, tenant: str) -> None:
-        text = self.grammars.texts[init.grammar_id] if init.grammar_id else ""
-        sampler = new_sampler(
-            init.seed, init.choice, init.params, init.emitted, init.prompt, text, thinking=init.thinking
-        )
-        place = Place(sampler, {0: START_DIGEST}, tenant, grammar_id=init.grammar_id, gen=init.slot_gen)
-        self.places[init.slot] = place
-        if init.grammar_id:
-            self.bound.add((init.slot, init.slot_gen))
+        sampler = new_sampler(init.seed, init.choice, init.params, init.emitted, init.prompt)
+        self.places[init.slot] = Place(sampler, {0: START_DIGEST}, tenant, grammar_id=init.grammar_id)
         self.resident.init(init)
-
-    def _masked(self, place: Place) -> bool:
-        """Whether this row's mask is there; a slot is bound anew at every process of the service."""
-        if not place.grammar_id:
-            return True
-        if place.bound != self.grammars.boot and self.grammars.binds(place.grammar_id):
-            place.bound = self.grammars.boot
-        return self.grammars.alive and place.bound == self.grammars.boot
 
     def _copy(self, copy: CopyWork) -> None:
         src, dst = self.places[copy.src], self.places[copy.dst]
@@ -231,11 +219,17 @@ class Device:
             raise Violation("I4", f"slot {save.slot} writes into published tail {save.tail}")
         self.tails[save.tail] = (save.pos, digest)
 
-    def _sample(self, row: RowWork, *, parked: bool, faulty: bool) -> RowOutcome:
+    def _sample(self, row: RowWork, masks: dict[int, SlotMask], *, parked: bool, faulty: bool) -> RowOutcome:
         place = self.places[row.slot]
-        if not row.sample_last or parked or not self._masked(place):
+        if not row.sample_last or parked:
             return RowOutcome(())
         if faulty:
             return RowOutcome((), (), Fault("grammar_failed" if place.grammar_id else "sampling_fault", "simulated"))
-        token, logprobs = place.sampler.sample(place.ring[row.start + len(row.ids)], row.out_pos)
+        mask = masks.get(row.slot, UNMASKED)
+        if not mask.answer.ready:
+            return RowOutcome((), (), mask.answer.fault)
+        if (mask.rows is None) == bool(place.grammar_id):
+            raise Violation("G3", f"slot {row.slot} is masked, or not, as it should not be")
+        bits = None if mask.rows is None else to_bits(mask.rows[0])
+        token, logprobs = place.sampler.sample(place.ring[row.start + len(row.ids)], row.out_pos, bits)
         return RowOutcome((token,), () if logprobs is None else (logprobs,))

@@ -16,6 +16,8 @@ from gateway.journal import journal as journal_module
 from gateway.journal.journal import Journal
 from gateway.journal.rows import RowTable
 from gateway.journal.timers import Alarm
+from grammar_svc.engine import Engine
+from grammar_svc.session import Session
 from meshkit import uplink
 from meshkit.frames import SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
@@ -36,6 +38,7 @@ from worker_svc.core import slots as worker_slots
 from worker_svc.core.dump import dump_frames
 from worker_svc.core.resident import ResidentSlots
 from worker_svc.core.table import SlotTable
+from worker_svc.masks.book import MaskBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,9 @@ class Mutant:
         """Each of its patches alone. A bug of several patches takes out rules that cover each other."""
         if len(self.patches) == 1:
             return ()
-        return tuple(Mutant(f"{self.name}: {patch[1]} alone", (patch,)) for patch in self.patches)
+        return tuple(
+            Mutant(f"{self.name}: {number}. {patch[1]} alone", (patch,)) for number, patch in enumerate(self.patches, 1)
+        )
 
     @property
     def originals(self) -> list[tuple[Any, str, Any]]:
@@ -446,6 +451,57 @@ def _none_released(original: Any) -> Any:
     return take
 
 
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def _any_position_taken(original: Any) -> Any:
+    def deliver(self: MaskBook, entries: Any) -> int:
+        places = {number: len(slot.emitted) for number, slot in self._slots.items()}
+        return original(self, [entry._replace(position=places.get(entry.slot, 0)) for entry in entries])
+
+    return deliver
+
+
+def _any_generation_taken(original: Any) -> Any:
+    def deliver(self: MaskBook, entries: Any) -> int:
+        gens = {number: slot.gen for number, slot in self._slots.items()}
+        return original(self, [entry._replace(slot_gen=gens.get(entry.slot, 0)) for entry in entries])
+
+    return deliver
+
+
+def _said_once(original: Any) -> Any:
+    def attached(self: MaskBook) -> None:
+        told = dict(self._told)
+        original(self)
+        self._told = told
+        self._dirty = {}
+
+    return attached
+
+
+def _early_ids_forgotten(original: Any) -> Any:
+    def start(self: Session) -> None:
+        self._pending.clear()
+        original(self)
+
+    return start
+
+
+def _unarmed_at_once(original: Any) -> Any:
+    def make(self: Session, grammar_id: bytes, eos_ids: Any, stop_ids: Any, think_end: Any) -> None:
+        original(self, grammar_id, eos_ids, stop_ids, None)
+
+    return make
+
+
+def _eos_only(original: Any) -> Any:
+    def make(self: Session, grammar_id: bytes, eos_ids: Any, stop_ids: Any, think_end: Any) -> None:
+        original(self, grammar_id, eos_ids, (), think_end)
+
+    return make
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("ids_after_cancel", ((Journal, "_client_gone", _cancel_keeps_entry),)),
     Mutant("seed_not_carried", ((journal_module, "build_submit", _seed_not_carried),)),
@@ -497,6 +553,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("dump_before_held_frames", ((worker_slots.SlotMachine, "_advance", _dump_before_held_frames),)),
     Mutant("spare_saved_a_page_early", ((worker_plan, "_chunk_row", _spare_saved_early),)),
     Mutant("grammar_session_kept", ((SlotTable, "take_released", _none_released),)),
+    Mutant("mask_of_another_position", ((MaskBook, "deliver", _any_position_taken),)),
+    Mutant(
+        "mask_of_another_generation",
+        ((MaskBook, "deliver", _any_generation_taken), (MaskBook, "deliver", _any_position_taken)),
+    ),
+    Mutant("new_mask_stream_told_nothing", ((MaskBook, "attached", _said_once),)),
+    Mutant("freed_slot_keeps_its_masks", ((MaskBook, "free", _nothing),)),
+    Mutant("ids_before_the_grammar_forgotten", ((Session, "_start", _early_ids_forgotten),)),
+    Mutant("thinking_constrained", ((Session, "__init__", _unarmed_at_once),)),
+    Mutant("stop_ids_unknown_to_masks", ((Session, "__init__", _eos_only),)),
+    Mutant("waiting_sessions_forgotten", ((Engine, "grammar_ready", _nothing),)),
     Mutant("one_token_too_many", ((worker_book, "_ends", _one_too_many),)),
 )
 

@@ -49,6 +49,8 @@ class Knobs:
     grammar_trouble: float = 0.0  # chance that a compile breaks or is refused as too many
     grammar_upgrades: bool = False  # the service comes back under another revision
     grammar_wait_ms: int = 20_000
+    mask_ring: bool = True  # mask rows lie in shared memory, else they travel inline
+    mask_late: float = 0.0  # chance that a mask takes two steps
     row_fault: float = 0.0  # chance that a sampling row fails for good
 
 
@@ -129,6 +131,8 @@ def _constrained(scenario: Scenario) -> Scenario:
     knobs.grammar_trouble = rng.choice((0.0, 0.0, 0.0, 0.2))
     knobs.grammar_upgrades = rng.random() < 0.1
     knobs.grammar_wait_ms = rng.choice((400, 3_000, 20_000))
+    knobs.mask_ring = rng.random() < 0.7
+    knobs.mask_late = rng.choice((0.0, 0.05, 0.3))
     knobs.row_fault = rng.choice((0.0, 0.0, 0.0, 0.01))
     for request in scenario.requests:
         if rng.random() < 0.6:
@@ -228,7 +232,15 @@ def _params(rng: Random) -> SamplingParams:
 
 
 GRAMMARS = ("a", "a", "b", "c", "d", "bad", "big")
-GRAMMAR_KINDS = ("grammar_crash", "grammar_crash", "grammar_slow", "compile_lost", "compile_reply_lost")
+GRAMMAR_KINDS = (
+    "grammar_crash",
+    "grammar_crash",
+    "grammar_freeze",
+    "grammar_mask_break",
+    "grammar_slow",
+    "compile_lost",
+    "compile_reply_lost",
+)
 KINDS = ("break", "half_open", "stall", "crash", "bye", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
 
 

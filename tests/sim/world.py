@@ -28,6 +28,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from tests.sim.checker import Checker
 from tests.sim.device import LAYERS, Device, Violation
 from tests.sim.grammar import GrammarService
+from tests.sim.masks import DEAD_MS, MaskLink
 from tests.sim.reference import EOS, KV_LAYOUT, MODEL_REVISION, VOCAB, namespace
 from tests.sim.scenario import Fault, RequestSpec, Scenario, generator
 from worker_svc.core.effects import Freed, Ran, Run
@@ -88,6 +89,7 @@ class Process:
         self.slow = 1.0
         self.core: Any = None
         self.device: Device | None = None
+        self.masks: MaskLink | None = None
         self.device_free_ns = 0  # when it will have done all steps launched so far
         self.failed_era = -1  # no further step of this era happens
         self.inbox: deque[Any] = deque()
@@ -123,7 +125,9 @@ class Process:
                 group=self.name, boot=boot, build="sim", model=MODEL, pools=pools, park_ns=knobs.park_ms * MS
             )
             self.core = SlotMachine(config, world.rng_network)
-            self.device = Device(self.core.table, world.grammars)
+            constrained = any(request.grammar for request in world.scenario.requests)
+            self.masks = MaskLink(world, self, pools.slots * pools.ranks) if constrained else None
+            self.device = Device(self.core.table, self.masks.book if self.masks is not None else None)
             self.device_free_ns, self.failed_era = 0, -1
             self.seen_pages = {}
         else:
@@ -186,6 +190,7 @@ class World:
         self.rng_ids = generator(scenario.seed, "ids")
         self.rng_device = generator(scenario.seed, "device")
         self.rng_grammar = generator(scenario.seed, "grammar service")
+        self.rng_masks = generator(scenario.seed, "mask streams")
         self.checker = Checker(self)
         knobs = scenario.knobs
         self.scheduler = Process(self, "scheduler", 0)
@@ -285,8 +290,8 @@ class World:
         elif isinstance(effect, Run):
             self._run(process, effect)
         elif isinstance(effect, Freed):
-            assert process.device is not None
-            process.device.freed.add((effect.slot, effect.slot_gen))
+            if process.masks is not None:
+                process.masks.book.free(effect.slot, effect.slot_gen)
         elif isinstance(effect, Compile):
             self.grammars.call(effect)
         elif isinstance(effect, (Emit, Ended, Refused)):
@@ -318,7 +323,16 @@ class World:
         faulty = {i for i in range(len(work.rows)) if knobs.row_fault and self.rng_grammar.random() < knobs.row_fault}
         self.row_faults |= {(s.request_id, s.choice) for i in faulty if (s := slots.get(work.rows[i].slot))}
         tenants = {init.slot: self.names[slots[init.slot].request_id].tenant for init in work.inits}
-        process.device_free_ns = max(self.now_ns, process.device_free_ns) + int(duration * MS)
+        start_ns = max(self.now_ns, process.device_free_ns)
+        process.device_free_ns = start_ns + int(duration * MS)
+
+        def begin() -> None:
+            if process.epoch == epoch and process.failed_era != effect.era:
+                assert process.device is not None
+                process.device.constraints.begin(work.inits)
+
+        if work.inits:
+            self.at(start_ns, begin)
 
         def done() -> None:
             if process.epoch != epoch or not process.alive:
@@ -331,6 +345,12 @@ class World:
                 process.deliver(Ran(process.device.run(work, parked, faulty, tenants)))
 
         self.at(process.device_free_ns, done)
+
+    def mask_delay_ns(self) -> int:
+        """One way between a worker and the grammar service of its host; now and then the service is busy."""
+        knobs, rng = self.scenario.knobs, self.rng_masks
+        late = knobs.step_ms * 2 if rng.random() < knobs.mask_late else 0.0
+        return int((rng.expovariate(10 / knobs.delay_ms) + late) * MS)
 
     # ---- streams ----------------------------------------------------------------------------------------------------
 
@@ -564,7 +584,14 @@ class World:
             grammars.slow = 30.0
             self.after(200 + fault.a * 2000, self._end_slow_grammars)
             return
-        if grammars.alive:
+        if fault.kind == "grammar_freeze" and grammars.alive and not grammars.frozen:
+            grammars.freeze(20 + fault.a**2 * 5000)
+            return
+        if fault.kind == "grammar_mask_break" and grammars.streams:
+            slow_ms = 2000 * fault.b if fault.b > 0.5 else 0.0
+            notice = (slow_ms, 0.0) if fault.a * 16 % 1 < 0.5 else (0.0, slow_ms)
+            grammars.streams[int(fault.a * len(grammars.streams))].cut(notice)
+        elif fault.kind == "grammar_crash" and grammars.alive:
             grammars.crash(5 + fault.a * 2500)
         self.faults_open -= 1
 
@@ -603,6 +630,8 @@ class World:
         process.epoch += 1
         process.inbox.clear()
         self.checker.died(process)
+        if process.masks is not None:
+            process.masks.died()
         for stream in list(process.streams.values()):
             notice = self.rng_network.uniform(0, 5)
             self._cut(stream, (notice, notice))
@@ -641,6 +670,8 @@ class World:
         """SIGSTOP: events pile up in order; on SIGCONT they come at once, the timer before or after them."""
         process.frozen = True
         epoch = process.epoch
+        if process.masks is not None:
+            self.after(DEAD_MS, lambda: process.epoch != epoch or not process.frozen or process.masks.silent())
 
         def again(event: Any) -> None:
             if process.epoch == epoch:
