@@ -100,6 +100,7 @@ class Run:
     started: float
     ended: float = 0.0
     error: str = ""
+    refused: bool = False  # by a status and Retry-After, before the first byte: the client may come again
     usage: int = -1
     choices: dict[int, Told] = field(default_factory=dict)
     marks: list[float] = field(default_factory=list)  # when tokens came
@@ -234,6 +235,7 @@ class Load:
         async with self._http.post(url, json=asked.body) as reply:
             if reply.status != 200:
                 run.error = f"{reply.status}: {(await reply.text())[:300]}"
+                run.refused = reply.status in (429, 503) and "Retry-After" in reply.headers
                 return
             async for line in reply.content:
                 if line.startswith(b"data: {"):

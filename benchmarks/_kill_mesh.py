@@ -180,6 +180,9 @@ class KillMesh:
         for name in ("scheduler", "grammar"):
             if not (serving := self.pid(name)):
                 return False
+            owner = next((n for n, pid in pids.items() if pid == serving), "")
+            if name == "grammar" and not self.said(owner, "grammar ready"):
+                return False
             spares = [n for n in (name, f"{name}{STANDBY}") if n in names and pids.get(n) != serving]
             if name in standbys and not all(n in pids and self.said(n, WARM[name]) for n in spares):
                 return False

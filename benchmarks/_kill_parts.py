@@ -72,6 +72,7 @@ class Verdict:
     requests: int = 0
     tokens: int = 0
     clients_of_killed_gateways: int = 0
+    refused: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     difference: Difference = field(default_factory=Difference)
     different: list[str] = field(default_factory=list)
@@ -84,6 +85,8 @@ def judge(part: Part, reference: Mapping[str, Run]) -> Verdict:
         verdict.tokens += run.ids
         if run.error and part.own_gateway(run):
             verdict.clients_of_killed_gateways += 1
+        elif run.refused:
+            verdict.refused.append(f"{run.asked.name}: {run.error}")
         elif run.error:
             verdict.errors.append(f"{run.asked.name}: {run.error}")
         else:
@@ -111,9 +114,11 @@ def quantile(values: Sequence[float], share: float) -> float:
 class Tormentor:
     """Hurts one mesh under one load."""
 
-    def __init__(self, mesh: KillMesh, load: Load, rng: random.Random, *, least: int) -> None:
-        """`least`: requests in flight at every fault."""
-        self.mesh, self.load, self.rng, self.least = mesh, load, rng, least
+    def __init__(
+        self, mesh: KillMesh, load: Load, rng: random.Random, *, least: int, say: Callable[[str], None]
+    ) -> None:
+        """`least`: requests in flight at every fault. `say` is told of each."""
+        self.mesh, self.load, self.rng, self.least, self._say = mesh, load, rng, least, say
 
     async def part(
         self,
@@ -135,7 +140,11 @@ class Tormentor:
         for hurt in hurts:
             if time.monotonic() - began > limit_s:
                 break
-            part.hurts.append(await hurt())
+            done = await hurt()
+            part.hurts.append(done)
+            self._say(
+                f"{done.at - began:6.1f} s  {done.what}: {len(done.runs)} in flight, whole {done.over - done.at:.1f} s"
+            )
         await self.load.stop()
         part.runs = self.load.done[first:]
         return part

@@ -71,6 +71,11 @@ def restarts(tormentor: Tormentor) -> Steps:
     return [partial(tormentor.restart, name) for name in names]
 
 
+def progress(text: str) -> None:
+    """A run takes long: say where it is."""
+    print(text, file=sys.stderr, flush=True)
+
+
 async def run_part(
     name: str, asked: Sequence[Asked], options: argparse.Namespace, reference: dict[str, Run]
 ) -> tuple[Part, KillMesh]:
@@ -79,7 +84,7 @@ async def run_part(
     relays: dict[str, Relay] = {}
     shape = MeshShape(workers=options.workers)
     if name == "quick":
-        shape = MeshShape(workers=1, gateways=1, compilers=1, grammar_standby=False)
+        shape = MeshShape(workers=1, gateways=1, compilers=1)
     if name == "links":
         port = free_port("127.0.0.1")
         relays = {"gateway": Relay(port), "worker": Relay(port)}
@@ -92,8 +97,9 @@ async def run_part(
             ports = [mesh.ports[f"gateway-{n}"] for n in range(shape.gateways)]
             async with Load(ports, asked, rng) as load:
                 if not reference:
+                    progress("asking for the reference")
                     reference |= await load.each(asked, LEAST)
-                tormentor = Tormentor(mesh, load, rng, least=least)
+                tormentor = Tormentor(mesh, load, rng, least=least, say=progress)
                 steps = {
                     "kills": lambda: kills(tormentor, options.services, options.kills, rng),
                     "freezes": lambda: freezes(tormentor, options.services),
@@ -143,6 +149,7 @@ def run(args: list[str]) -> Metrics:
         total.tokens += verdict.tokens
         total.clients_of_killed_gateways += verdict.clients_of_killed_gateways
         total.errors += verdict.errors
+        total.refused += verdict.refused
         total.difference.add(verdict.difference)
         faults.update(mesh.faults)
         tracebacks += mesh.tracebacks
@@ -162,6 +169,7 @@ def closing(total: Verdict, faults: Mapping[str, int], tracebacks: int) -> Metri
         "logprobs_different": total.difference.logprobs,
         "texts_different": total.difference.text,
         "client_errors": len(total.errors),
+        "refused_with_retry_after": len(total.refused),
         "clients_of_killed_gateways": total.clients_of_killed_gateways,
         "cannot_happen": sum(faults.values()),
         "tracebacks": tracebacks,
@@ -220,7 +228,8 @@ def show(console: Console, part: Part, verdict: Verdict) -> None:
     console.print(
         f"{verdict.requests} requests, {verdict.tokens} tokens: {gone.lost} lost, {gone.doubled} doubled, "
         f"{gone.other} different, {gone.logprobs} log-probabilities and {gone.text} texts differ, "
-        f"{len(verdict.errors)} errors, {verdict.clients_of_killed_gateways} clients of a killed gateway"
+        f"{len(verdict.errors)} errors, {len(verdict.refused)} refused with Retry-After, "
+        f"{verdict.clients_of_killed_gateways} clients of a killed gateway"
     )
-    for line in [*verdict.errors[:8], *verdict.different[:8]]:
+    for line in [*verdict.errors[:8], *verdict.refused[:3], *verdict.different[:8]]:
         console.print(f"[red]  {line}", markup=True, highlight=False)
