@@ -9,7 +9,7 @@ from worker_svc.ops.quant_fp8 import quantise, scale_value
 triton = pytest.importorskip("triton")
 from worker_svc.ops.hyper_boundary import triton as kernels  # noqa: E402
 
-RULES = BoundaryRules(4, 1e-6, 1e-6)  # fewer Sinkhorn steps: the interpreter takes 20 ms for one
+RULES = BoundaryRules(2, 1e-6, 1e-6)  # fewer Sinkhorn steps: the interpreter takes 20 ms for one
 K = 2
 
 
