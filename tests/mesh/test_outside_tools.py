@@ -1,7 +1,7 @@
 """Tools that evaluate and load servers, as their users install them, on the real mesh.
 
-Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB. What they write at
-their end is read here: a tool that gives up half way writes nothing, or less.
+Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB, aiperf 1.2 GB. What
+they write at their end is read here: a tool that gives up half way writes nothing, or less.
 """
 
 import json
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks._mesh import running_mesh
+from meshkit.models import DEFAULT_MODEL
 
-LM_EVAL = "lm-eval[api]==0.4.13"
+LM_EVAL, AIPERF = "lm-eval[api]==0.4.13", "aiperf==0.13.0"
 SUMS = [(37, 45), (12, 30), (8, 9), (50, 21), (64, 17), (23, 23), (71, 14), (5, 88)]
 TASK = """\
 task: sums
@@ -50,13 +51,11 @@ def installed(folder: Path, *packages: str) -> Path:
     return folder / "bin"
 
 
-def run(command: list[str | Path], folder: Path) -> str:
-    """What it said; AssertionError with the end of that if it failed."""
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+def run(command: list[str | Path], folder: Path, **environment: str) -> None:
+    """AssertionError with the end of what it said if it failed."""
+    env = {**os.environ, "OPENAI_API_KEY": "none", **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said[-4000:]
-    return said
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def test_lm_eval_runs_a_task_of_sums(url, tmp_path):
@@ -68,8 +67,22 @@ def test_lm_eval_runs_a_task_of_sums(url, tmp_path):
     model = f"model=v4-nano,base_url={url}/v1/chat/completions,num_concurrent=4"
     command = [installed(tmp_path / "env", LM_EVAL) / "lm_eval", "run", "--model", "local-chat-completions"]
     command += ["--model_args", model, "--tasks", "sums", "--include_path", tmp_path, "--apply_chat_template"]
-    run([*command, "--output_path", tmp_path / "out"], tmp_path)
+    run([*command, "--output_path", tmp_path / "out"], tmp_path, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     (results,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(results.read_text())
     assert found["n-samples"]["sums"]["effective"] == len(SUMS)
     assert found["results"]["sums"]["exact_match,last"] >= 0.75
+
+
+def test_aiperf_measures_a_stream_and_reads_the_metrics(url, tmp_path):
+    """It asks /metrics with HEAD, then scrapes it beside the load."""
+    command = [installed(tmp_path / "env", AIPERF) / "aiperf", "profile", "--model", "v4-nano", "--url", url]
+    command += ["--endpoint-type", "chat", "--streaming", "--tokenizer", DEFAULT_MODEL, "--request-count", "8"]
+    command += ["--concurrency", "4", "--synthetic-input-tokens-mean", "60", "--output-tokens-mean", "16"]
+    command += ["--extra-inputs", "ignore_eos:true"]
+    run([*command, "--artifact-dir", tmp_path / "out", "--ui", "none"], tmp_path)
+    found = json.loads((tmp_path / "out" / "profile_export_aiperf.json").read_text())
+    assert found["completed_request_count"]["avg"] == 8 and not found["error_summary"]
+    assert found["total_usage_completion_tokens"]["avg"] == 8 * 16
+    scraped = json.loads((tmp_path / "out" / "server_metrics_export.json").read_text())
+    assert scraped["summary"]["endpoints_successful"] == [f"{url}/metrics"]
