@@ -190,6 +190,8 @@ class TokenFrame:
     cached: I32 = field(default_factory=_i32)
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     errors: tuple[RowError, ...] = ()
+    waited_rows: I32 = field(default_factory=_i32)  # indices of rows ...
+    waited_ms: I32 = field(default_factory=_i32)  # ... that queued so long before their first chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ class Emit:
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per id when asked for
     cached_tokens: int = 0  # prompt tokens from the prefix cache, as the choice's first frame said
+    waited_ms: int = -1  # of the request in its scheduler's queue, with its first id; -1: not told
 
 
 @dataclass(frozen=True, slots=True)

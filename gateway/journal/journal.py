@@ -309,6 +309,7 @@ class Journal:
         logprobs = _by_row(frame.logprobs)
         errors = {error.row_index: error for error in frame.errors}
         cached = frame.cached.tolist() or [0] * len(frame.rows)
+        waited = dict(zip(frame.waited_rows.tolist(), frame.waited_ms.tolist()))
         columns = zip(frame.rows.tolist(), frame.row_gens.tolist(), frame.bases.tolist(), frame.counts.tolist())
         at = 0
         for index, (row, row_gen, base, count) in enumerate(columns):
@@ -321,7 +322,7 @@ class Journal:
             entry, choice = found
             if choice.cached_tokens < 0:
                 choice.cached_tokens = cached[index]
-            if not self._book(entry, choice, base, new, logprobs.get(index, []), now_ns, out):
+            if not self._book(entry, choice, base, new, logprobs.get(index, []), waited.get(index, -1), now_ns, out):
                 continue
             if frame.finishes[index]:
                 error = errors.get(index)
@@ -335,6 +336,7 @@ class Journal:
         base: int,
         ids: list[int],
         logprobs: list[TokenLogprobs],
+        waited_ms: int,
         now_ns: int,
         out: list[Any],
     ) -> bool:
@@ -365,7 +367,8 @@ class Journal:
             out.append(Count("logprobs_missing", fault=True))
             chosen = ()
         choice.sent_logprobs += len(chosen)
-        out.append(Emit(entry.request_id, choice.index, have, tuple(new), chosen, max(0, choice.cached_tokens)))
+        cached = max(0, choice.cached_tokens)
+        out.append(Emit(entry.request_id, choice.index, have, tuple(new), chosen, cached, waited_ms))
         return True
 
     def _grow(self, choice: Choice, entry: Entry, count: int) -> bool:

@@ -259,6 +259,8 @@ def _put_tokens(frame: TokenFrame) -> pb.TokenFrame:
         logprobs=shared.put_logprobs(frame.logprobs),
         errors=[pb.RowError(index=it.row_index, code=it.code, message=c.clip(it.message)) for it in frame.errors],
         cached=c.put_i32(frame.cached),
+        waited_rows=c.put_i32(frame.waited_rows),
+        waited_ms=c.put_i32(frame.waited_ms),
     )
 
 
@@ -269,6 +271,7 @@ def _get_tokens(message: pb.TokenFrame) -> TokenFrame:
     ids = c.get_i32(message.ids, "tokens.ids")
     c.check_sum(counts, len(ids), "tokens.counts", "tokens.ids")
     c.get_int(len(message.errors), "number of tokens.errors", high=min(n, MAX_ROW_ERRORS))
+    waited = c.get_i32(message.waited_rows, "tokens.waited_rows", high=n - 1)
     return TokenFrame(
         step=message.step,
         rows=rows,
@@ -287,4 +290,6 @@ def _get_tokens(message: pb.TokenFrame) -> TokenFrame:
             )
             for it in message.errors
         ),
+        waited_rows=waited,
+        waited_ms=c.get_i32(message.waited_ms, "tokens.waited_ms", length=len(waited)),
     )

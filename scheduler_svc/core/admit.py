@@ -282,6 +282,8 @@ def _place(st: State, draft: Draft, offer: Offer, seq: Seq) -> None:
     seq.length = seq.fed = decision.start
     seq.write_from = decision.write_from
     seq.cached = min(decision.start, len(seq.req.prompt))
+    if seq.waited_ms < 0:
+        seq.waited_ms = (st.now - seq.req.submitted_ns) // MS
     seq.points = _points(st, offer, seq)
     if decision.tail != NO_TAIL:
         draft.loads.append(TailLoad(seq.slot, decision.tail))

@@ -25,6 +25,7 @@ class Outbox:
     ids: list[int] = field(default_factory=list)
     finishes: list[int] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    waited: list[tuple[int, int]] = field(default_factory=list)  # (index of a row, ms)
     errors: list[RowError] = field(default_factory=list)
     lp_rows: list[int] = field(default_factory=list)
     lp_widths: list[int] = field(default_factory=list)
@@ -43,8 +44,9 @@ class Outbox:
         finish: FinishReason,
         error: tuple[str, str],
         logprobs: list[Entry] | None,
+        waited_ms: int = -1,
     ) -> None:
-        """One row: its new ids from output position `base` on, and how it ended, if it did."""
+        """One row: its new ids from output position `base` on, how it ended, if it did, and how long it had queued."""
         index = self.many + len(self.rows)
         self.rows.append(row)
         self.row_gens.append(row_gen)
@@ -55,6 +57,8 @@ class Outbox:
         self.cached.append(cached)
         if finish is FinishReason.ERROR:
             self.errors.append(RowError(index, *error))
+        if waited_ms >= 0 and ids:
+            self.waited.append((index, waited_ms))
         for lp_ids, lp_values in logprobs or ():
             self.lp_rows.append(index)
             self.lp_widths.append(len(lp_ids))
@@ -76,6 +80,7 @@ class Outbox:
                 np.array(self.lp_ids, np.int32),
                 np.array(self.lp_values, np.float32),
             )
+        waited = np.array(self.waited, np.int32).reshape(-1, 2)
         return TokenFrame(
             step=step,
             rows=self._column(self.rows, 0),
@@ -87,6 +92,8 @@ class Outbox:
             cached=self._column(self.cached, 4),
             logprobs=logprobs,
             errors=tuple(self.errors),
+            waited_rows=waited[:, 0],
+            waited_ms=waited[:, 1],
         )
 
     def _column(self, values: list[int], field_at: int) -> npt.NDArray[np.int32]:

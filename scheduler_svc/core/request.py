@@ -75,6 +75,7 @@ class Request:
     thinking: bool = False  # the constraint arms after </think>
     pending_ns: int = 0  # since when it waits for its grammar
     calls: list[int] = field(default_factory=list)  # Submits that wait with it
+    submitted_ns: int = 0
     choices: list["Seq"] = field(default_factory=list)
 
     @property
@@ -100,6 +101,7 @@ class Seq:
     finish: FinishReason = FinishReason.NONE
     error: tuple[str, str] = ("", "")
     cached: int = 0  # prompt tokens that its last placement did not compute
+    waited_ms: int = -1  # from its Submit to its first placement; -1: it had none, or took over another's prefill
     bypassed: int = 0
     donor: Donor | None = None  # QUEUED: the running prefill it waits for
     wait_until_ns: int = 0  # ... at most until then; 0 = has not waited yet

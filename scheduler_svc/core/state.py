@@ -334,5 +334,5 @@ def emit(
     out = st.outbox(seq.req.attach_id)
     if out is None:
         return False
-    out.add(seq.row, seq.row_gen, base, ids, seq.cached, finish, error, logprobs)
+    out.add(seq.row, seq.row_gen, base, ids, seq.cached, finish, error, logprobs, seq.waited_ms if not base else -1)
     return True

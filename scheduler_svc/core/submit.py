@@ -146,6 +146,7 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
         traceparent=sub.traceparent if is_sampled(sub.traceparent) else "",
+        submitted_ns=st.now,
     )
     if sub.grammar is not None:
         req.grammar, req.thinking = st.grammars.of(sub.tenant, sub.grammar), sub.grammar.thinking

@@ -98,6 +98,7 @@ def token_frame(draw):
     n = draw(st.integers(0, 5))
     counts = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     errors = draw(st.lists(st.builds(f.RowError, st.integers(0, n - 1), TEXT, TEXT), max_size=n)) if n else []
+    waited = draw(st.lists(st.integers(0, n - 1), max_size=n)) if n else []
     return f.TokenFrame(
         step=draw(U64),
         rows=draw(i32(n)),
@@ -109,6 +110,8 @@ def token_frame(draw):
         cached=draw(i32(draw(st.sampled_from([0, n])))),
         logprobs=draw(logprobs(n)),
         errors=tuple(errors),
+        waited_rows=np.array(waited, np.int32),
+        waited_ms=draw(i32(len(waited))),
     )
 
 

@@ -90,3 +90,16 @@ def test_first_frames_say_what_was_cached():
     j = m.submit(g, prompt=300, n=2, max_tokens=4)
     m.run()
     assert [s.cached for s in j.streams] == [0, 0]
+
+
+def test_the_first_id_says_how_long_its_request_queued():
+    m = Mesh(depth=1)
+    m.worker(slots=1)
+    g = m.gate()
+    first, second = (m.submit(g, prompt=10, max_tokens=100) for _ in range(2))
+    m.run()
+    m.expect(first, second)
+    told = [pair for fr in g.frames for pair in zip(fr.waited_rows.tolist(), fr.waited_ms.tolist(), strict=True)]
+    assert len(told) == 2 and all(index == 0 for index, _ in told)
+    served_ms = 5 * len(first.streams[0].ids)  # a step takes 5 ms here
+    assert told[0][1] == 0 and served_ms <= told[1][1] <= served_ms + 20

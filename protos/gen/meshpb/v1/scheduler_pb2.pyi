@@ -441,6 +441,8 @@ class TokenFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    WAITED_ROWS_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     rows: _builtins.bytes
     """i32[n]"""
@@ -456,6 +458,10 @@ class TokenFrame(_message.Message):
     """u8[n]: FinishReason, 0 = goes on"""
     cached: _builtins.bytes
     """i32[n]: prompt tokens served from the prefix cache (valid in the row's first frame)"""
+    waited_rows: _builtins.bytes
+    """i32[m]: indices into rows of those whose first id this is ..."""
+    waited_ms: _builtins.bytes
+    """i32[m]: ... and how long they had queued, from Submit to their first chunk"""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
     @_builtins.property
@@ -475,10 +481,12 @@ class TokenFrame(_message.Message):
         logprobs: _common_pb2.Logprobs | None = ...,
         errors: _abc.Iterable[Global___RowError] | None = ...,
         cached: _builtins.bytes = ...,
+        waited_rows: _builtins.bytes = ...,
+        waited_ms: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "cached", b"cached", "counts", b"counts", "errors", b"errors", "finishes", b"finishes", "ids", b"ids", "logprobs", b"logprobs", "row_gens", b"row_gens", "rows", b"rows", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "cached", b"cached", "counts", b"counts", "errors", b"errors", "finishes", b"finishes", "ids", b"ids", "logprobs", b"logprobs", "row_gens", b"row_gens", "rows", b"rows", "step", b"step", "waited_ms", b"waited_ms", "waited_rows", b"waited_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
