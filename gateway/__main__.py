@@ -26,6 +26,7 @@ from gateway.http_server import GatewayRunner
 from gateway.instances.fleet import Fleet
 from gateway.journal.journal import MAX_BYTES, Journal, JournalConfig
 from gateway.mesh_client import MeshClient
+from gateway.metrics import STAGE_SECONDS, Histogram
 from gateway.rpc.listener import RpcListener
 from gateway.service import Gateway
 from gateway.siblings.member import Member
@@ -65,11 +66,13 @@ async def serve(config: GatewayConfig) -> int:
     address = parse_address(config.listen_http)
     if not config.hub:
         prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
-    mesh, mesh_metrics = _mesh(config)
+    grammars = Histogram(STAGE_SECONDS)
+    mesh, mesh_metrics = _mesh(config, grammars.observe)
     tracing = start_tracing("gateway")
     app = build_app(mesh, None, config, tracing)
     gateway = app[GATEWAY]
     gateway.metrics.others.append(mesh_metrics)
+    gateway.metrics.grammar = grammars
     rpc = RpcListener(gateway, tracing)
     runner = _runner(app, config)
     await runner.setup()
@@ -99,12 +102,12 @@ async def serve(config: GatewayConfig) -> int:
     return int(Exit.INTERRUPTED if signals.interrupted else Exit.OK)
 
 
-def _mesh(config: GatewayConfig) -> tuple[MeshClient | Fleet, Callable[[], bytes]]:
+def _mesh(config: GatewayConfig, on_grammar: Callable[[float], None]) -> tuple[MeshClient | Fleet, Callable[[], bytes]]:
     """The way to the schedulers, and what it counts as text."""
     boot = int.from_bytes(os.urandom(8), "little")
     metrics = [Metrics() for _ in config.scheduler]
     clients = [
-        MeshClient(_journal(config, boot), address, counted)
+        MeshClient(_journal(config, boot), address, counted, on_grammar)
         for address, counted in zip(config.scheduler, metrics, strict=True)
     ]
     if len(clients) == 1:

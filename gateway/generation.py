@@ -45,6 +45,37 @@ class Choice:
         return None if self.matched_eos else self.matched
 
 
+@dataclass(slots=True)
+class Times:
+    """Of one job; monotonic seconds, 0 = not yet."""
+
+    started_s: float = 0.0
+    queued_s: float = -1.0  # as its scheduler said; -1: it has not
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def token(self, now_s: float, waited_ms: int) -> None:
+        """One has come; `waited_ms` as in Emit."""
+        self.last_s = now_s
+        if not self.first_s:
+            self.first_s = now_s
+            self.queued_s = waited_ms / 1000
+
+    @property
+    def told(self) -> bool:
+        """Whether the stages can be told apart."""
+        return self.queued_s >= 0
+
+    @property
+    def prefill_s(self) -> float:
+        """From the end of the queue to the first token."""
+        return max(0.0, self.first_s - self.started_s - self.queued_s)
+
+    @property
+    def decode_s(self) -> float:
+        return self.last_s - self.first_s
+
+
 @dataclass(slots=True, kw_only=True)
 class Job:
     """One prompt."""
@@ -65,6 +96,7 @@ class Job:
     thinking: bool = False  # the output begins with reasoning, which no constraint touches
     cached_tokens: int = 0
     waiting: bool = True
+    times: Times = field(default_factory=Times)
     closed: bool = False  # given back to admission
 
     @property
@@ -176,6 +208,8 @@ class Generation:
                 namespace=job.namespace,
                 grammar=job.grammar,
             )
+            job.times.started_s = time.monotonic()
+            self._metrics.processing.observe(job.times.started_s - self._received_s)
             self._mesh.start(start, self.mailbox.put)
 
     async def updates(self) -> AsyncIterator[list[Update]]:
@@ -278,6 +312,8 @@ class Generation:
         if job.waiting:  # who prefilled the prompt answers first; a later place in the mesh may have found more of it
             self._leave_queue(job)
             job.cached_tokens = emit.cached_tokens
+        now = time.monotonic()
+        job.times.token(now, emit.waited_ms)
         ids: Sequence[int] = emit.ids
         logprobs = emit.logprobs
         parser = choice.output
@@ -293,7 +329,7 @@ class Generation:
             asyncio.get_running_loop().call_soon(self._mesh.stop_choice, job.request_id, number, keep)
         elif ids and ids[-1] in job.terminals:  # only the last can be one: the mesh ends the choice there
             choice.matched, choice.matched_eos = ids[-1], ids[-1] in job.eos_ids
-        self._time_tokens(choice, len(ids), bool(deltas))
+        self._time_tokens(choice, len(ids), now, text=bool(deltas))
         choice.ids += ids
         choice.logprobs += logprobs
         return Update(job, choice, deltas, ids, logprobs, ended=choice.finish is not None)
@@ -323,9 +359,8 @@ class Generation:
         if not job.open:
             self._give_back(job)
 
-    def _time_tokens(self, choice: Choice, count: int, text: bool) -> None:
+    def _time_tokens(self, choice: Choice, count: int, now: float, *, text: bool) -> None:
         """Time to the first text once per request, then the gap per token of each choice."""
-        now = time.monotonic()
         if self.first_token_s is None and text:
             self.first_token_s = now - self._received_s
             self._metrics.first_token.observe(self.first_token_s)
@@ -345,6 +380,12 @@ class Generation:
         if job.waiting:
             self._leave_queue(job)
         self._admission.close(self._tenant)
+        times = job.times
+        if times.told:
+            self._metrics.queue.observe(times.queued_s)
+            self._metrics.prefill.observe(times.prefill_s)
+            self._metrics.decode.observe(times.decode_s)
+            self._metrics.inference.observe(times.prefill_s + times.decode_s)
 
     def _settle(self) -> None:
         """Book the request's totals; once."""

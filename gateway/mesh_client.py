@@ -6,6 +6,7 @@ common effects are `meshkit.shell`'s.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from meshkit.channel import open_channel
 from meshkit.clock import MonotonicClock
 from meshkit.core import Call, Dial, Replied
 from meshkit.errors import MeshError
-from meshkit.frames import SchedulerStatus
+from meshkit.frames import SchedulerStatus, Verdict
 from meshkit.obs import Metrics
 from meshkit.shell import Shell, reason_of
 from meshkit.types import RequestId
@@ -32,6 +33,7 @@ from meshkit.wire import Link
 
 _FAREWELL_SECONDS = 1.0
 _ASK_SECONDS = 10.0
+_JUDGED = {Verdict.ACCEPTED, Verdict.BAD_GRAMMAR}
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,17 @@ class _Listener:
 class MeshClient:
     """A `Mesh` that reaches a real scheduler. Made inside an event loop; `run` must be running."""
 
-    def __init__(self, journal: Journal, scheduler: str, metrics: Metrics | None = None) -> None:
-        """`scheduler` is its address."""
+    def __init__(
+        self,
+        journal: Journal,
+        scheduler: str,
+        metrics: Metrics | None = None,
+        on_grammar: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """`scheduler` is its address; `on_grammar` hears how long each verdict on a grammar took."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called, perhaps more than once, when there is no attachment any more and before one is tried again."""
+        self._on_grammar = on_grammar
         self._journal = journal
         self._scheduler = scheduler
         self._clock = MonotonicClock()
@@ -192,9 +201,12 @@ class MeshClient:
     async def _submit(self, call: Call) -> None:
         """One Submit. Whatever goes wrong leaves the outcome unknown; the journal tries the same key again."""
         reply = None
+        asked_s = time.monotonic()
         try:
             message = await self._stub.Submit(wire.encode_submit(call.request), timeout=call.timeout_ms / 1000)
             reply = wire.decode_submit_reply(message)
+            if call.request.grammar is not None and reply.verdict in _JUDGED:
+                self._on_grammar(time.monotonic() - asked_s)
         except (MeshError, grpc.aio.AioRpcError) as error:
             log.warning("Submit failed: %s", reason_of(error))
         self._shell.post(Replied(call.call, reply))

@@ -19,6 +19,7 @@ from meshkit.types import PAGE_TOKENS
 _SECONDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+STAGE_SECONDS = tuple(round(0.001 * 1.62**power, 6) for power in range(30))
 _TOKENS = tuple(float(4**power) for power in range(14))
 
 
@@ -62,6 +63,12 @@ class GatewayMetrics(Collector):
         self.inter_token = Histogram(_PER_TOKEN)
         self.per_output_token = Histogram(_PER_TOKEN)
         self.end_to_end = Histogram(_SECONDS)
+        self.processing = Histogram(STAGE_SECONDS)  # from the request's arrival to its place in a queue: read, encode
+        self.queue = Histogram(STAGE_SECONDS)
+        self.prefill = Histogram(STAGE_SECONDS)
+        self.decode = Histogram(STAGE_SECONDS)
+        self.inference = Histogram(STAGE_SECONDS)  # both
+        self.grammar = Histogram(STAGE_SECONDS)  # from a constrained request's Submit to the verdict on its grammar
         self.prompt_sizes = Histogram(_TOKENS)
         self.output_sizes = Histogram(_TOKENS)
         self.prompt_tokens = 0
@@ -102,6 +109,27 @@ class GatewayMetrics(Collector):
         ):
             yield self._vllm_histogram(suffix, histogram)
             yield self._histogram(f"sglang:{suffix}", histogram, {"model_name": self._model})
+        model = {"model_name": self._model}
+        for suffix, histogram in (
+            ("request_queue_time_seconds", self.queue),
+            ("request_prefill_time_seconds", self.prefill),
+            ("request_decode_time_seconds", self.decode),
+            ("request_inference_time_seconds", self.inference),
+        ):
+            yield self._vllm_histogram(suffix, histogram)
+        yield self._histogram("sglang:queue_time_seconds", self.queue, model)
+        yield self._histogram("sglang:grammar_compilation_time_seconds", self.grammar, model)
+        stages = HistogramMetricFamily(
+            "sglang:per_stage_req_latency_seconds", "Seconds of each stage of requests", labels=["model_name", "stage"]
+        )
+        for stage, histogram in (
+            ("request_process", self.processing),
+            ("prefill_waiting", self.queue),
+            ("prefill_forward", self.prefill),
+            ("decode_forward", self.decode),
+        ):
+            stages.add_metric([self._model, stage], histogram.buckets(), histogram.total)
+        yield stages
         operation = {"gen_ai_request_model": self._model, "gen_ai_provider_name": "deepseek"}
         for name, histogram in (
             ("gen_ai_server_request_duration_seconds", self.end_to_end),

@@ -83,6 +83,14 @@ def note_answer(caller: Caller, generation: Generation) -> None:
     if not is_sampled(caller.traceparent):
         return
     choices = [choice for job in generation.jobs for choice in job.choices]
+    times = generation.jobs[0].times
+    if times.told:
+        caller.span |= {
+            "gen_ai.latency.time_in_queue": times.queued_s,
+            "gen_ai.latency.time_in_model_prefill": times.prefill_s,
+            "gen_ai.latency.time_in_model_decode": times.decode_s,
+            "gen_ai.latency.time_in_model_inference": times.prefill_s + times.decode_s,
+        }
     caller.span["gen_ai.usage.cache_read.input_tokens"] = generation.cached_tokens
     caller.span["gen_ai.response.finish_reasons"] = [choice.finish or "aborted" for choice in choices]
 

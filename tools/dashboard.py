@@ -46,6 +46,11 @@ ROWS: dict[str, list[Panel]] = {
         ("Between tokens", "s", quantiles("vllm:inter_token_latency_seconds")),
         ("Whole request", "s", quantiles("vllm:e2e_request_latency_seconds")),
     ],
+    "Stages": [
+        ("In the queue", "s", quantiles("vllm:request_queue_time_seconds")),
+        ("Prefill", "s", quantiles("vllm:request_prefill_time_seconds")),
+        ("Decode", "s", quantiles("vllm:request_decode_time_seconds")),
+    ],
     "Memory": [
         ("KV pages in use", "percentunit", {"in use": "vllm:kv_cache_usage_perc"}),
         ("Slots and pages free", "short", {"slots": "v4mesh_slots_free", "pages": "v4mesh_pages_free"}),

@@ -32,7 +32,7 @@ from meshkit.frames import (
 )
 from meshkit.models import DEFAULT_MODEL
 from meshkit.testing import ServiceProcess, serving, until
-from meshkit.types import FinishReason, ModelInfo, RequestId, SamplingParams
+from meshkit.types import FinishReason, GrammarKind, GrammarSource, ModelInfo, RequestId, SamplingParams
 
 MODEL = ModelInfo(name="m", revision="r", vocab_size=100, max_context=64, eos_ids=(1,), kv_layout_id="k")
 
@@ -84,8 +84,8 @@ def start_of(n=1):
 
 
 @asynccontextmanager
-async def linked(address):
-    client = MeshClient(Journal(JournalConfig(name="g", boot=1, build="test"), Random(1)), address)
+async def linked(address, **options):
+    client = MeshClient(Journal(JournalConfig(name="g", boot=1, build="test"), Random(1)), address, **options)
     task = asyncio.create_task(client.run())
     try:
         yield client
@@ -184,6 +184,19 @@ async def test_a_refusal_reaches_the_sink(folder):
         client.start(start_of(), answers.append)
         await until(lambda: bool(answers))
         assert answers == [Refused(start_of().request_id, Verdict.QUEUE_FULL, "no room", 1500)]
+
+
+async def test_how_long_a_verdict_on_a_grammar_took_is_told(folder):
+    scheduler, heard = Scheduler(), []
+    async with played(folder, scheduler) as address, linked(address, on_grammar=heard.append) as client:
+        await until(lambda: client.status is not None)
+        answers = []
+        client.start(start_of(), answers.append)
+        await until(lambda: bool(scheduler.submits))
+        grammar = GrammarSource(kind=GrammarKind.REGEX, text="a+")
+        client.start(replace(start_of(), request_id=RequestId(b"g" * 16), grammar=grammar), answers.append)
+        await until(lambda: bool(heard))
+        assert len(scheduler.submits) == 2 and len(heard) == 1 and 0 < heard[0] < 5
 
 
 async def test_before_the_first_attachment_requests_are_refused(folder):

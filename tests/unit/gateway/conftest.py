@@ -55,6 +55,7 @@ class FakeMesh:
         self.stopped: list[tuple[bytes, int, int]] = []
         self.aborted: list[bytes] = []
         self.cached = 0
+        self.waited_ms = -1  # told with the first ids
         self.flushes = 0
         self.explained: list[tuple[tuple[bytes, ...], int]] = []
         self.open: dict[tuple[bytes, int], tuple[asyncio.Task[None], Sink]] = {}
@@ -97,7 +98,8 @@ class FakeMesh:
             ids = tuple(burst[:left])
             asked = start.params.top_logprobs
             logprobs = tuple(self.logprobs(token, asked) for token in ids) if asked >= 0 else ()
-            sink(Emit(start.request_id, choice, base, ids, logprobs, self.cached))
+            waited_ms = self.waited_ms if not base else -1
+            sink(Emit(start.request_id, choice, base, ids, logprobs, self.cached, waited_ms))
             base += len(ids)
             if base >= start.params.max_tokens and ids[-1] != EOS:
                 self._end(start, choice, Ended(start.request_id, choice, FinishReason.LENGTH))

@@ -282,6 +282,37 @@ async def test_metrics_tell_what_happened(served):
     assert f'vllm:inter_token_latency_seconds_count{{engine="0",{label}}} 5.0' in text
 
 
+async def test_stages_of_a_request_add_up(served):
+    """Also where a stop string ends it with its first token; without the scheduler's word there are none."""
+    served.mesh.say = lambda start, choice: served.mesh.text("one two three", hold_after=1)
+    running = asyncio.create_task(served.post("/v1/completions", {"prompt": "Hi", "max_tokens": 9}))
+    await until(lambda: bool(served.mesh.starts))
+    await asyncio.sleep(0.06)
+    served.mesh.released.set()
+    assert (await running)[0] == 200
+    assert not sum(served.gateway.metrics.queue.counts)
+    served.mesh.waited_ms = 20
+    served.mesh.say = lambda start, choice: served.mesh.text("stop here at once", burst=50)
+    for stop in ("here", None):
+        assert (await served.post("/v1/completions", {"prompt": "Hi", "stop": stop}))[0] == 200
+    metrics = served.gateway.metrics
+    totals = {name: getattr(metrics, name).total for name in ("queue", "prefill", "decode", "inference")}
+    assert totals["queue"] == pytest.approx(0.04) and totals["prefill"] >= 0 and totals["decode"] >= 0
+    assert totals["inference"] == pytest.approx(totals["prefill"] + totals["decode"])
+    async with served.session.get(served.url + "/metrics") as response:
+        text = await response.text()
+    label = 'model_name="v4-nano"'
+    for line in (
+        *(f'vllm:request_{name}_time_seconds_count{{engine="0",{label}}} 2.0' for name in totals),
+        f"sglang:queue_time_seconds_count{{{label}}} 2.0",
+        f'sglang:per_stage_req_latency_seconds_count{{{label},stage="request_process"}} 3.0',
+        f'sglang:per_stage_req_latency_seconds_count{{{label},stage="prefill_forward"}} 2.0',
+        f'sglang:per_stage_req_latency_seconds_bucket{{le="0.001",{label},stage="decode_forward"}} 2.0',
+        f"sglang:grammar_compilation_time_seconds_count{{{label}}} 0.0",
+    ):
+        assert line in text, line
+
+
 async def test_metrics_are_quick(served):
     metrics = served.gateway.metrics
     for code in range(200, 260):

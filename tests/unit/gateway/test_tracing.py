@@ -14,6 +14,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 async def test_spans(mesh, tokenizer):
     exporter = InMemorySpanExporter()
+    mesh.waited_ms = 7
     tracing = start_tracing("gateway", exporter=exporter)
     runner = web.AppRunner(build_app(mesh, tokenizer, GatewayConfig(model=DEFAULT_MODEL), tracing), access_log=None)
     await runner.setup()
@@ -40,6 +41,10 @@ async def test_spans(mesh, tokenizer):
     assert good.attributes["gen_ai.usage.input_tokens"] == len(mesh.starts[0].prompt)
     assert good.attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert good.attributes["gen_ai.request.temperature"] == 1.0
+    stages = {name: good.attributes[f"gen_ai.latency.time_in_{name}"] for name in ("queue", "model_prefill",
+        "model_decode", "model_inference")}  # fmt: skip
+    assert stages["queue"] == 0.007 and stages["model_prefill"] >= 0
+    assert stages["model_inference"] == stages["model_prefill"] + stages["model_decode"]
     assert bad.attributes["http.response.status_code"] == 400 and bad.parent is None
     assert bad.attributes["error.type"] == "invalid_request_error"
     assert "secret" not in str([dict(span.attributes) for span in spans])
