@@ -1,13 +1,15 @@
 """Tools that evaluate and load servers, as their users install them, on the real mesh.
 
-Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB, aiperf 1.2 GB. What
-they write at their end is read here: a tool that gives up half way writes nothing, or less.
+Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB, aiperf 1.2 GB,
+guidellm with its torch 1.4 GB. What they write at their end is read here: a tool that
+gives up half way writes nothing, or less.
 """
 
 import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from benchmarks._mesh import running_mesh
 from meshkit.models import DEFAULT_MODEL
 
-LM_EVAL, AIPERF = "lm-eval[api]==0.4.13", "aiperf==0.13.0"
+LM_EVAL, AIPERF, GUIDELLM = "lm-eval[api]==0.4.13", "aiperf==0.13.0", "guidellm==0.8.1"
 SUMS = [(37, 45), (12, 30), (8, 9), (50, 21), (64, 17), (23, 23), (71, 14), (5, 88)]
 TASK = """\
 task: sums
@@ -86,3 +88,17 @@ def test_aiperf_measures_a_stream_and_reads_the_metrics(url, tmp_path):
     assert found["total_usage_completion_tokens"]["avg"] == 8 * 16
     scraped = json.loads((tmp_path / "out" / "server_metrics_export.json").read_text())
     assert scraped["summary"]["endpoints_successful"] == [f"{url}/metrics"]
+
+
+def test_guidellm_measures_concurrent_streams(url, tmp_path):
+    """It asks /health first, and for usage on every chunk."""
+    torch = f"torch=={version('torch')}"  # the build that is installed here, not the one for GPUs
+    command = [installed(tmp_path / "env", GUIDELLM, torch) / "guidellm", "run", "--disable-console-interactive"]
+    command += ["--backend", f"kind=openai_http,target={url},model=v4-nano", "--profile", "kind=concurrent,streams=4"]
+    command += ["--constraint", "kind=max_requests,count=8"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=60,output_tokens=16"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEFAULT_MODEL}"]
+    run([*command, "--output", f"kind=json,path={tmp_path / 'out.json'}"], tmp_path, HF_HUB_OFFLINE="1")
+    (found,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
+    assert found["metrics"]["request_totals"] == {"successful": 8, "errored": 0, "incomplete": 0, "total": 8}
+    assert found["metrics"]["output_token_count"]["successful"]["total_sum"] == 8 * 16
