@@ -59,7 +59,7 @@ def _asked(kind: str, number: int, tokens: int) -> Asked:
     body: dict[str, Any]
     match kind:
         case "prefill":
-            body = plain | {"prompt": f"Number {number}. " + f"The fox and the lamp {number}. " * 120, "max_tokens": 8}
+            body = plain | {"prompt": f"Number {number}. " + f"The fox and the lamp {number}. " * 40, "max_tokens": 8}
         case "choices":
             body = plain | {"n": 3, "max_tokens": tokens * 2 // 3}
         case "logprobs":
@@ -159,7 +159,7 @@ class Load:
         self._stopping = False
         self._tasks: list[asyncio.Task[None]] = []
         self._salts = itertools.count()
-        self.avoid: set[int] = set()  # gateways that get no new requests
+        self.avoid: set[int] = set()  # gateways that are not ready, as a load balancer knows: no new requests
 
     async def __aenter__(self) -> "Load":
         # A connection per request: one that was kept open would be a second way to meet a dead gateway.
@@ -201,6 +201,8 @@ class Load:
         while not self._stopping:
             run = await self.run(next(turns), number % len(self._ports))
             self.done.append(run)
+            if run.refused:
+                await asyncio.sleep(1.0)
 
     async def run(self, asked: Asked, gateway: int) -> Run:
         """One request to its end, whatever that is."""
@@ -229,8 +231,10 @@ class Load:
         return run
 
     async def _stream(self, asked: Asked, run: Run) -> None:
-        if run.gateway in self.avoid:
-            run.gateway = next(n for n in range(len(self._ports)) if n not in self.avoid)
+        while run.gateway in self.avoid:
+            others = [n for n in range(len(self._ports)) if n not in self.avoid]
+            run.gateway = others[0] if others else run.gateway
+            await asyncio.sleep(0.0 if others else 0.05)
         url = f"http://127.0.0.1:{self._ports[run.gateway]}{asked.path}"
         async with self._http.post(url, json=asked.body) as reply:
             if reply.status != 200:

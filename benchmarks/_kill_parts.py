@@ -149,12 +149,18 @@ class Tormentor:
         part.runs = self.load.done[first:]
         return part
 
-    async def _ready(self, *, worker: bool) -> None:
-        """Enough is in flight. Nobody has met a worker's death already where this is one: two would be poison."""
+    async def _ready(self, what: str) -> None:
+        """Enough is in flight and half of it past the first token; the grammar service is at work where it is hurt.
+
+        Nobody has met a worker's death already where this is one: two would be poison.
+        """
         end = time.monotonic() + ON_S
         while True:
             open_runs = list(self.load.open)
-            if len(open_runs) >= self.least and not (worker and any(run.worker_kills for run in open_runs)):
+            streaming = [run for run in open_runs if run.marks]
+            enough = len(open_runs) >= self.least and len(streaming) >= self.least // 2
+            masked = what != "grammar" or any(run.phase in ("constrained", "tool") for run in streaming)
+            if enough and masked and not (what == "worker" and any(run.worker_kills for run in open_runs)):
                 return
             if time.monotonic() > end:
                 raise RuntimeError(f"only {len(open_runs)} requests in flight, {self.least} are needed")
@@ -162,7 +168,7 @@ class Tormentor:
 
     async def _strike(self, what: str, name: str, act: Callable[[], float]) -> Hurt:
         await asyncio.sleep(self.rng.uniform(0.0, 1.0))
-        await self._ready(worker=what == "worker")
+        await self._ready(what)
         runs = list(self.load.open)
         phases = Counter(run.phase for run in runs)
         hurt = Hurt(what, name, act(), runs, phases)
@@ -172,9 +178,12 @@ class Tormentor:
         return hurt
 
     async def _goes_on(self, hurt: Hurt, since: float) -> Hurt:
-        """Wait until every stream it met has brought something since, or ended, and the mesh is whole."""
+        """Wait until every stream that it met past the first token has brought more or ended, and the mesh is whole.
+
+        Prompts go on at their own pace beside the streams: the load waits for them, with a limit of its own.
+        """
         end = time.monotonic() + ON_S
-        waiting = [run for run in hurt.runs if run.gateway != hurt.deadly_for]
+        waiting = [run for run in hurt.runs if run.gateway != hurt.deadly_for and run.marks and run.marks[0] < hurt.at]
         while waiting and time.monotonic() < end:
             waiting = [run for run in waiting if not run.ended and not (run.marks and run.marks[-1] > since)]
             await asyncio.sleep(0.02)
@@ -182,6 +191,7 @@ class Tormentor:
             names = ", ".join(run.asked.name for run in waiting)
             raise RuntimeError(f"{hurt.what} {hurt.name}: did not go on within {ON_S:.0f} s: {names}")
         await self.mesh.whole(())
+        self.load.avoid.clear()
         hurt.over = time.monotonic()
         return hurt
 
@@ -197,6 +207,7 @@ class Tormentor:
         hurt = await self._strike(service, name, lambda: self.mesh.signal(self.mesh.pid(name), signal.SIGKILL))
         if service == "gateway":
             hurt.deadly_for = int(name.rpartition("-")[2])
+            self.load.avoid.add(hurt.deadly_for)
         return await self._goes_on(hurt, hurt.at)
 
     async def freeze(self, service: str, seconds: float) -> Hurt:
@@ -244,6 +255,8 @@ class Tormentor:
         gone = len(self.mesh.exits)
         pid = self.mesh.supervisor.pids()[name]
         hurt = await self._strike(f"{name} restarted", name, lambda: self.mesh.signal(pid, signal.SIGTERM))
+        if name.startswith("gateway"):
+            self.load.avoid.add(int(name.rpartition("-")[2]))
         while not any(event.service == name for event in self.mesh.exits[gone:]):  # noqa: ASYNC110 - a child's state
             await asyncio.sleep(0.02)
         hurt.took_s = time.monotonic() - hurt.at
