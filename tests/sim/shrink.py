@@ -1,14 +1,26 @@
-"""Make a failing scenario small: fewer faults, then fewer requests, then tame knobs; the generators stay as they are.
+"""Make a failing scenario small: fewer faults, fewer requests, tame knobs, plain requests; again until nothing helps.
 
-A candidate counts if it breaks the same rule, not necessarily with the same words.
+A candidate counts if it breaks the same rule, not necessarily with the same words. The generators stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from meshkit.types import SamplingParams
 from tests.sim.device import Violation
 from tests.sim.scenario import Knobs, Scenario
 from tests.sim.world import World
+
+PLAIN: tuple[dict[str, Any], ...] = (
+    {"n": 1},
+    {"grammar": "", "thinking": False},
+    {"params": SamplingParams(max_tokens=20)},
+    {"prompt": [3, 4, 5]},
+    {"cancel_after": -1, "stop_after": -1, "abort_ms": -1.0},
+    {"at_ms": 60.0},
+)
+"""What a request may be simplified to, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +52,18 @@ def shrink(scenario: Scenario, rule: str, runs: int = 400) -> Scenario:
         failure = attempt(candidate)[1]
         return failure is not None and failure.rule == rule
 
-    for name in ("faults", "requests"):
-        scenario = _fewer(scenario, name, fails, budget)
+    before = None
+    while budget[0] > 0 and scenario != before:
+        before = scenario
+        for name in ("faults", "requests"):
+            scenario = _fewer(scenario, name, fails, budget)
+        scenario = _tamer(scenario, fails, budget)
+        scenario = _plainer(scenario, fails, budget)
+    return scenario
+
+
+def _tamer(scenario: Scenario, fails: Callable[[Scenario], bool], budget: list[int]) -> Scenario:
+    """One knob after the other at its default."""
     tame = Knobs()
     for knob in fields(Knobs):
         value = getattr(tame, knob.name)
@@ -52,7 +74,21 @@ def shrink(scenario: Scenario, rule: str, runs: int = 400) -> Scenario:
     return scenario
 
 
-def _fewer(scenario: Scenario, name: str, fails: Any, budget: list[int]) -> Scenario:
+def _plainer(scenario: Scenario, fails: Callable[[Scenario], bool], budget: list[int]) -> Scenario:
+    """Requests without what they ask for beyond some tokens, arriving at once."""
+    for number in range(len(scenario.requests)):
+        for plain in PLAIN:
+            request = scenario.requests[number]
+            simpler = replace(request, **plain)
+            if budget[0] > 0 and simpler != request:
+                requests = [*scenario.requests[:number], simpler, *scenario.requests[number + 1 :]]
+                candidate = replace(scenario, requests=requests)
+                if fails(candidate):
+                    scenario = candidate
+    return scenario
+
+
+def _fewer(scenario: Scenario, name: str, fails: Callable[[Scenario], bool], budget: list[int]) -> Scenario:
     """Delta debugging over one list: drop halves, quarters, ... single items."""
     items = list(getattr(scenario, name))
     size = max(1, len(items) // 2)

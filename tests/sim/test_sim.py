@@ -104,4 +104,4 @@ def test_a_failure_is_shrunk_and_still_fails():
         small = shrink(scenario, failure.rule, runs=60)
         assert attempt(small)[1] is not None
     assert attempt(small)[1] is None
-    assert len(small.requests) <= 2 and len(small.faults) <= 2
+    assert len(small.requests) <= 3 and len(small.faults) <= 2
