@@ -2,10 +2,12 @@
 
 I1 right ids, gapless, once; I2 one terminal; I3 pools add up; I4 and I5 pages (in `device`); I6 references recounted;
 I7 slot generations grow; I8 frames of a superseded attachment change nothing; I11 bounded journal; I12 no request
-outlives its deadline or hangs; I13 everything back at the baseline; I14 bounded resubmission. R10: no fault counter.
+outlives its deadline or hangs; I13 everything back at the baseline; I14 bounded resubmission; I15 counters are a
+recount of what was sent and booked. I9 waits for stores that can be torn. R10: no fault counter.
 G1 a constrained choice gets a slot once its grammar is there, with all its ids; G2 the same Submit has one verdict.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,17 @@ import numpy as np
 
 from gateway.journal.events import ClientGone, Emit, Ended, Refused, Start, StopChoice
 from meshkit.core import Count, Received, Tick
-from meshkit.frames import Frame, GatewayHelloAck, SlotInit, StepFrame, Submit, SubmitReply, Verdict, WorkerHelloAck
+from meshkit.frames import (
+    Frame,
+    GatewayHelloAck,
+    ResultFrame,
+    SlotInit,
+    StepFrame,
+    Submit,
+    SubmitReply,
+    Verdict,
+    WorkerHelloAck,
+)
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import audit
 from tests.sim.device import Violation
@@ -71,12 +83,15 @@ class Checker:
         self._names: dict[int, list[bytes]] | None = None
         self._gens: dict[str, dict[int, int]] = {}
         self._since_audit = 0
+        self._tally: Counter[str] = Counter()  # what the counters of this scheduler's life must say
         self._verdicts: dict[tuple[int, bytes, int], Verdict] = {}
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def started(self, process: "Process") -> None:
         self._gens[process.name] = {}
+        if process.kind == "scheduler":
+            self._tally.clear()
 
     def died(self, process: "Process") -> None:
         """The clients of a dead gateway see a reset."""
@@ -85,8 +100,9 @@ class Checker:
                 track.over = True
 
     def sent(self, process: "Process", frame: Frame) -> None:
-        """G1."""
+        """G1, and for I15."""
         if isinstance(frame, StepFrame):
+            self._tally["steps"] += 1
             for init in frame.inits:
                 self._check_init(process, init)
 
@@ -115,6 +131,8 @@ class Checker:
 
     def counted(self, process: "Process", effect: Count) -> None:
         self.counts[effect.name] = self.counts.get(effect.name, 0) + effect.amount
+        if process.kind == "scheduler":
+            self._tally[effect.name] += effect.amount
         if effect.fault:
             raise Violation("R10", f"{process.kind} counted {effect.name}")
 
@@ -125,6 +143,9 @@ class Checker:
                 for effect in process.core.handle(Tick(), self.world.now_ns):
                     self.world._effect(process, effect)
                 return _fingerprint(process)
+            frame = event.envelope.frame
+            if process.kind == "scheduler" and isinstance(frame, ResultFrame) and not frame.error:
+                self._tally["tokens"] += len(frame.tokens)
         elif isinstance(event, Start):
             track = self.tracks[event.request_id]
             track.deadline_ns = self.world.now_ns + event.deadline_ms * MS
@@ -403,12 +424,16 @@ class Checker:
         return None
 
     def finish(self) -> None:
-        """I14, and a last audit."""
-        self.world.scheduler.core.check()
+        """I14, I15, and a last audit."""
+        scheduler = self.world.scheduler.core
+        scheduler.check()
         busy = self.counts.get("resubmit_busy", 0)
         for track in self.tracks.values():
-            if track.attempts > 2 + 2 * self.world.faults_fired + busy:
+            if track.attempts > 2 + self.world.faults_fired + busy:
                 raise Violation("I14", f"request {track.spec.number} took {track.attempts} attempts")
+        for name, amount in self._tally.items():
+            if scheduler.counters.get(name, 0) != amount:
+                raise Violation("I15", f"{name} is counted {scheduler.counters.get(name, 0)}, it was {amount}")
 
 
 def _published(state: Any, worker: Any) -> tuple[list[int], dict[int, int]]:

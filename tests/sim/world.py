@@ -392,11 +392,11 @@ class World:
         self.at(arrival, action)
 
     def _send(self, process: Process, effect: Send) -> None:
+        self.checker.sent(process, effect.envelope.frame)
         stream = process.streams.get(effect.conn)
         if stream is None:
             return  # the stream has ended under the core: its Closed is on the way
         side = stream.ends.index(process)
-        self.checker.sent(process, effect.envelope.frame)
         data = dumps(effect.envelope, stream.link[side])
         self.frames += 1
 
