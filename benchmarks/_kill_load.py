@@ -188,7 +188,11 @@ class Load:
 
         async def one(it: Asked) -> Run:
             async with gate:
-                return await self.run(it, 0)
+                run = await self.run(it, 0)
+                while run.refused:  # a busy machine: grammars take too long to compile
+                    await asyncio.sleep(1.0)
+                    run = await self.run(it, 0)
+                return run
 
         runs = await asyncio.gather(*(one(it) for it in asked))
         for run in runs:

@@ -67,7 +67,7 @@ def quick(tormentor: Tormentor) -> Steps:
 
 def restarts(tormentor: Tormentor) -> Steps:
     """Every process once, gateways first."""
-    names = sorted(tormentor.mesh.supervisor.pids(), key=lambda name: ("gw".find(name[0]) < 0, name))
+    names = sorted(tormentor.mesh.supervisor.pids(), key=lambda name: (not name.startswith("gateway"), name))
     return [partial(tormentor.restart, name) for name in names]
 
 
