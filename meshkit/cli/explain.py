@@ -108,11 +108,12 @@ def picture(answer: dict[str, Any]) -> str:
     for rank in ranks:
         pages, start, why = rank["pages"], rank["start"], rank["why"]
         reason = WHY.get(why, "this version does not know that reason")
+        place = f"instance {rank['instance']}, " if "instance" in rank else ""
         if not pages["asked"]:
             reason = "the prompt has no full page to share"
         lines += [
             "",
-            f"{rank['group']} rank {rank['rank']}: {pages['present']} of {pages['asked']} pages present, "
+            f"{place}{rank['group']} rank {rank['rank']}: {pages['present']} of {pages['asked']} pages present, "
             f"{pages['servable']} servable, {pages['idle']} pages idle in its cache",
             f"  why:   {why} - {reason}",
             f"  start: {ACTION.get(start['action'], start['action'])}; "

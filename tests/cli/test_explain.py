@@ -30,6 +30,8 @@ def test_the_picture_says_why_and_what_is_computed():
     assert "first missing" not in hit and WHY["hit"] in hit
     short = {**RANK, "pages": dict.fromkeys(RANK["pages"], 0), "why": "hit", "first_missing": None}
     assert "no full page to share" in picture({"tokens": 9, "ranks": [short]})
+    two = picture({"tokens": 513, "ranks": [{**RANK, "instance": 0}, {**RANK, "instance": 1}]})
+    assert f"\ninstance 1, {RANK['group']} rank {RANK['rank']}: " in two and "instance" not in text
     assert "no worker serves" in picture({"tokens": 1, "ranks": []})
 
 
