@@ -9,9 +9,11 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from meshkit.cli.chat import read_key
 from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint, StatusError, error_text, get_json, request
 from meshkit.cli.screen import Screen, shared_options
@@ -23,16 +25,16 @@ BAR = 24
 
 @command()
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="A gateway.")
-@click.option("--api-key", envvar="V4MESH_API_KEY", default="", help="Key for /server_info, where keys are set.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="File of API keys; its first one is sent.")
 @click.option("--interval", "interval_s", default=1.0, show_default=True, metavar="SECONDS", help="Between two looks.")
 @click.option("--once", is_flag=True, help="Two looks, one picture, then end.")
 @shared_options
 @click.pass_obj
-def top(screen: Screen, *, url: str, api_key: str, interval_s: float, once: bool) -> int:
+def top(screen: Screen, *, url: str, api_key_file: Path | None, interval_s: float, once: bool) -> int:
     """Watch a mesh: requests, slots, KV pages, tokens per second, latencies, errors."""
     if interval_s < 0.1:
         raise click.UsageError(f"--interval {interval_s:g} is too short; 0.1 or more")
-    endpoint = Endpoint.parse(url)
+    endpoint, api_key = Endpoint.parse(url), read_key(api_key_file)
     if screen.as_json or once or not sys.stdout.isatty():
         snapshot = _twice(endpoint, api_key, interval_s)
         screen.result(json.dumps(asdict(snapshot)) if screen.as_json else picture(snapshot, str(endpoint)))
@@ -73,7 +75,11 @@ async def look(endpoint: Endpoint, api_key: str) -> Look:
                 raise StatusError("/metrics", response.status, error_text(text))
         return read_look(text, info, time.monotonic())
     except StatusError as error:
-        fix = "give --api-key" if error.status == 401 else "start the gateway with --public-metrics, or look from there"
+        known = {
+            401: "give --api-key-file",
+            403: "give an operator's key in --api-key-file, or look from the mesh's host",
+        }
+        fix = known.get(error.status, "start the gateway with --public-metrics, or look from there")
         raise ProblemsError(Problem("PEER", Exit.PEER, str(error), fix)) from error
     except (OSError, TimeoutError, EOFError, ValueError, IndexError) as error:
         text = f"no mesh answers at {endpoint}: {str(error) or type(error).__name__}"

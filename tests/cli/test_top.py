@@ -78,3 +78,13 @@ def test_nobody_there_says_what_to_type(capsys):
     assert main.main(["top", "--url", "http://127.0.0.1:9", "--once", "--json"]) == 8
     (error,) = json.loads(capsys.readouterr().out)["errors"]
     assert "127.0.0.1:9" in error["fact"] and "v4mesh up" in error["fix"]
+
+
+def test_a_missing_key_says_where_it_goes_and_none_stands_on_the_command_line(server, tmp_path, capsys):
+    server.wanted_key = "key-of-ann"
+    assert main.main(["top", "--url", server.url, "--once"]) == 8
+    assert "--api-key-file" in capsys.readouterr().err
+    (tmp_path / "keys").write_text("ann key-of-ann\n")
+    main.main(["top", "--url", server.url, "--once", "--api-key-file", str(tmp_path / "keys")])
+    assert "401" not in capsys.readouterr().err
+    assert main.main(["top", "--api-key", "x"]) == 2
