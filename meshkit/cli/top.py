@@ -75,11 +75,9 @@ async def look(endpoint: Endpoint, api_key: str) -> Look:
                 raise StatusError("/metrics", response.status, error_text(text))
         return read_look(text, info, time.monotonic())
     except StatusError as error:
-        known = {
-            401: "give --api-key-file",
-            403: "give an operator's key in --api-key-file, or look from the mesh's host",
-        }
-        fix = known.get(error.status, "start the gateway with --public-metrics, or look from there")
+        away = "start the gateway with --public-metrics, or look from there"  # the answer says which of the two it is
+        known = {401: "give --api-key-file", 403: f"give an operator's key in --api-key-file, or {away}"}
+        fix = known.get(error.status, away)
         raise ProblemsError(Problem("PEER", Exit.PEER, str(error), fix)) from error
     except (OSError, TimeoutError, EOFError, ValueError, IndexError) as error:
         text = f"no mesh answers at {endpoint}: {str(error) or type(error).__name__}"
