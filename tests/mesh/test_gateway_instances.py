@@ -153,6 +153,28 @@ async def test_flush_and_explain_reach_both(twins):
     assert (await twins.ask(prompt))[1] == 0
 
 
+async def test_processes_of_a_port_know_where_the_others_sent_prompts(twins, monkeypatch):
+    addresses = ",".join(twins.address(name) for name in "ab")
+    args = ("--listen-http", "127.0.0.1:0", "--processes", "2", "--scheduler", addresses, *MODEL)
+    parent = twins.run("gateway", *args, name="pair")
+    log = twins.folder / "pair.log"
+    await until(lambda: log.read_text().count("tokenizer loaded") == 2, 60)
+    monkeypatch.setattr(twins, "url", re.search(r"http://127\.0\.0\.1:\d+(?= with)", log.read_text())[0])
+    for _ in range(4):  # whichever process answers
+        await twins.both_serve()
+    prompt = prompt_of("wanders")
+    for turn in range(8):  # each on a connection of its own
+        ids, cached = await twins.ask(prompt)
+        assert cached >= 4 * 256 or turn == 0
+        prompt += [*ids, *prompt_of(f"turn{turn}", 1)]
+        await asyncio.sleep(0.3)  # ten times a second they tell each other
+    by_prefix = re.findall(
+        r'instance_requests_total\{instance="\d",reason="prefix"\} (\d+)', await twins.get("/metrics")
+    )
+    assert sum(map(float, by_prefix)) == 7
+    assert parent.end(signal.SIGTERM) == 0
+
+
 async def test_a_running_request_goes_on_at_the_other_when_its_scheduler_is_killed(twins):
     """Its worker has no scheduler any more, so only the journal knows what the client has."""
     prompt, whole, seen = prompt_of("moved"), [], []
