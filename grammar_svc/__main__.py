@@ -63,7 +63,7 @@ async def _serve(config: GrammarConfig) -> int:
     place = Place(address.path) if address.path else None
     if place is None or place.take():
         return await _work(config, _prepare(config), place)
-    parts = await take_over(address, _stand_by(config, place))
+    parts = await take_over(address, _stand_by(config, place), metrics_port=config.metrics_port)
     if isinstance(parts, Exit):
         return int(parts)
     return await _work(config, parts, place)
@@ -153,6 +153,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     try:
         return await serve(serving, health, servicer.add_to, work=work, finish=finish)
     finally:
+        metrics.close()
         tracing.shutdown()
         await grammars.stop()
         await children.stop()

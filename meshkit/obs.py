@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TextIO
@@ -135,6 +136,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._server: Any = None  # Any: prometheus_client's own class, a socketserver
 
     def counter(self, name: str, text: str, **labels: Iterable[str] | None) -> Family:
         return Family(Counter(name, text, tuple(labels), registry=self.registry), labels)
@@ -149,7 +151,14 @@ class Metrics:
         """Serve /metrics on loopback from a thread of its own; 0 does nothing."""
         if port:
             check_port(Address("127.0.0.1", port))
-            start_http_server(port, "127.0.0.1", registry=self.registry)
+            self._server, _ = start_http_server(port, "127.0.0.1", registry=self.registry)
+
+    def close(self) -> None:
+        """Free the port at once, for whoever takes this process's place."""
+        server, self._server = self._server, None
+        if server is not None:
+            threading.Thread(target=server.shutdown, daemon=True).start()  # waits for the serving thread
+            server.server_close()
 
     def render(self) -> bytes:
         """Prometheus text format."""

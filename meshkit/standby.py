@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 POLL_S: Final = 0.01
 SETTLE_S: Final = 2.0  # after the serving process is ready: whatever else starts with it may finish
-FREE_S: Final = 2.0  # a killed process frees its lock a moment before its socket
+FREE_S: Final = 2.0  # a process that ends frees its lock a moment before its sockets
 READY: Final = b"ready"
 
 log = logging.getLogger(__name__)
@@ -98,10 +98,10 @@ async def until_free(address: Address) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def take_over(address: Address, standing: Coroutine[Any, Any, T]) -> T | Exit:
-    """Run `standing`, which returns when the place is this process's, and wait for the socket; what it returned.
+async def take_over(address: Address, standing: Coroutine[Any, Any, T], *, metrics_port: int = 0) -> T | Exit:
+    """Run `standing`, which returns when the place is this process's, and wait for its sockets; what it returned.
 
-    A signal before that ends it: then the status to exit with.
+    A signal before that ends it: then the status to exit with. `metrics_port` on loopback is waited for too, unless 0.
     """
     async with until_signalled() as signalled:
         log.info("standing by", extra=kv(address=str(address)))
@@ -114,6 +114,8 @@ async def take_over(address: Address, standing: Coroutine[Any, Any, T]) -> T | E
     result = waiting.result()
     log.info("taking over", extra=kv(address=str(address)))
     await until_free(address)
+    if metrics_port:
+        await until_free(Address("127.0.0.1", metrics_port))
     return result
 
 

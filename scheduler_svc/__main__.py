@@ -27,7 +27,7 @@ async def _serve(config: SchedulerConfig) -> int:
     place = Place(address.path)
     try:
         if not place.take():
-            ended = await take_over(address, until_taken(place))
+            ended = await take_over(address, until_taken(place), metrics_port=config.metrics_port)
             if isinstance(ended, Exit):
                 return int(ended)
         return await _work(config)
@@ -55,6 +55,7 @@ async def _work(config: SchedulerConfig) -> int:
     try:
         return await serve(serving, health, SchedulerServicer(loop).add_to, work=loop.run, finish=loop.finish)
     finally:
+        metrics.close()
         tracing.shutdown()
 
 

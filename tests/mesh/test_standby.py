@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from meshkit.cli.preflight import free_port
 from meshkit.testing import GatewayProbe, ServiceProcess, until
 from scheduler_svc.__main__ import main
 
@@ -12,10 +13,10 @@ from scheduler_svc.__main__ import main
 @pytest.fixture
 def start(tmp_path):
     tmp_path.chmod(0o700)
-    started = []
+    started, port = [], free_port("127.0.0.1")
 
     def one(name):
-        args = ("--listen", f"unix:{tmp_path}/s.sock", "--standby")
+        args = ("--listen", f"unix:{tmp_path}/s.sock", "--standby", "--metrics-port", str(port))
         started.append(ServiceProcess("scheduler_svc", *args, log=tmp_path / name))
         return started[-1]
 
