@@ -12,6 +12,7 @@ from meshkit.types import FinishReason
 Column = npt.NDArray[np.int64]
 Entry = tuple[list[int], list[float]]
 """Log-probabilities of one token: ids and values, the token itself first."""
+_NOBODY: npt.NDArray[np.int32] = np.empty((0, 2), np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +81,7 @@ class Outbox:
                 np.array(self.lp_ids, np.int32),
                 np.array(self.lp_values, np.float32),
             )
-        waited = np.array(self.waited, np.int32).reshape(-1, 2)
+        waited = np.array(self.waited, np.int32) if self.waited else _NOBODY
         return TokenFrame(
             step=step,
             rows=self._column(self.rows, 0),
