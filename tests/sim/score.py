@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.sim.mutants import MUTANTS, Found, Mutant, hunt
+from tests.sim.saved import write_known_seeds
 
 GATE = 0.95
 SEEDS = 1_000_000
 """No limit: processor time is."""
 
 
-def score(only: str, cpu_s: float, jobs: int) -> int:
-    """Hunt all whose name contains `only`, print a table and the score. Returns 0 if that reaches the gate."""
+def score(only: str, cpu_s: float, jobs: int, *, write: bool = False) -> int:
+    """Hunt all whose name contains `only`, print a table and the score. Returns 0 if that reaches the gate.
+
+    `write`: the seeds go to the list that the test lane begins with.
+    """
     wanted = [mutant for mutant in MUTANTS if only in mutant.name]
     parts = [part for mutant in wanted for part in mutant.halves]
     names = [(mutant.name, cpu_s) for mutant in wanted] + [(part.name, cpu_s / 4) for part in parts]
@@ -23,6 +27,8 @@ def score(only: str, cpu_s: float, jobs: int) -> int:
     with ProcessPoolExecutor(jobs) as pool:
         for number, found in enumerate(pool.map(_hunt, *zip(*names, strict=True))):
             if number < len(wanted):
+                if write and found is not None:
+                    write_known_seeds({wanted[number].name: found.seed})
                 tally = pairs if wanted[number].halves else singles
                 tally[0] += found is not None
                 tally[1] += 1
