@@ -1,4 +1,4 @@
-"""Tools that evaluate and load servers, and an agent, as their users install them, on the real mesh.
+"""Tools that evaluate and load servers, as their users install them, on the real mesh.
 
 Each lives in an environment of its own that is made for this test alone: lm-eval brings 760 MB, aiperf 1.2 GB,
 guidellm with its torch 1.4 GB. What they write at their end is read here: a tool that
@@ -7,7 +7,6 @@ gives up half way writes nothing, or less.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -19,7 +18,6 @@ from benchmarks._mesh import running_mesh
 from meshkit.models import DEFAULT_MODEL
 
 LM_EVAL, AIPERF, GUIDELLM = "lm-eval[api]==0.4.13", "aiperf==0.13.0", "guidellm==0.8.1"
-QWEN_CODE = "@qwen-code/qwen-code@0.15.10"
 SUMS = [(37, 45), (12, 30), (8, 9), (50, 21), (64, 17), (23, 23), (71, 14), (5, 88)]
 TASK = """\
 task: sums
@@ -105,14 +103,3 @@ def test_guidellm_measures_concurrent_streams(url, tmp_path):
     (found,) = json.loads((tmp_path / "out.json").read_text())["benchmarks"]
     assert found["metrics"]["request_totals"] == {"successful": 8, "errored": 0, "incomplete": 0, "total": 8}
     assert found["metrics"]["output_token_count"]["successful"]["total_sum"] == 8 * 16
-
-
-@pytest.mark.skipif(shutil.which("npm") is None, reason="needs node and npm")
-def test_an_agent_answers_behind_its_long_prompt(url, tmp_path):
-    """qwen-code: some 17,000 tokens of instructions and tools before a short question."""
-    subprocess.run(["npm", "install", "--silent", "--no-audit", QWEN_CODE], cwd=tmp_path, check=True, timeout=600)
-    qwen, home = tmp_path / "node_modules" / ".bin" / "qwen", tmp_path / "home"
-    home.mkdir()
-    place = {"HOME": str(home), "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_MODEL": "v4-nano"}
-    said = run([qwen, "--auth-type", "openai", "-p", "What is 37 + 45?"], home, **place)
-    assert "82" in said
