@@ -20,6 +20,7 @@ from benchmarks._kill_mesh import KillMesh
 from benchmarks._relay import Mode, Relay
 
 DYING_S: Final = 0.5  # a killed process's socket takes connections for a moment
+STREAMING: Final = 4  # requests past their first token at every fault
 ON_S: Final = 120.0  # a stream that has not gone on by then hangs
 EVENTS: Final = "v4mesh_core_events_total"
 MASKS: Final = "v4mesh_mask_events_total"
@@ -150,7 +151,7 @@ class Tormentor:
         return part
 
     async def _ready(self, what: str) -> None:
-        """Enough is in flight and half of it past the first token; the grammar service is at work where it is hurt.
+        """Enough is in flight, some of it past the first token; the grammar service is at work where it is hurt.
 
         Nobody has met a worker's death already where this is one: two would be poison.
         """
@@ -158,12 +159,13 @@ class Tormentor:
         while True:
             open_runs = list(self.load.open)
             streaming = [run for run in open_runs if run.marks]
-            enough = len(open_runs) >= self.least and len(streaming) >= self.least // 2
+            enough = len(open_runs) >= self.least and len(streaming) >= min(self.least // 2, STREAMING)
             masked = what != "grammar" or any(run.phase in ("constrained", "tool") for run in streaming)
             if enough and masked and not (what == "worker" and any(run.worker_kills for run in open_runs)):
                 return
             if time.monotonic() > end:
-                raise RuntimeError(f"only {len(open_runs)} requests in flight, {self.least} are needed")
+                text = f"{len(open_runs)} requests in flight, {len(streaming)} past their first token: too few"
+                raise RuntimeError(f"{text} for {what} in {ON_S:.0f} s; {self.least} are needed")
             await asyncio.sleep(0.02)
 
     async def _strike(self, what: str, name: str, act: Callable[[], float]) -> Hurt:
