@@ -120,7 +120,7 @@ def recipe(v4_folder):
     return deepseek_recipe.DeepseekV4Encoding().with_tokenizer(tokenizer)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(300))
 def test_equals_the_recipe(v4, recipe, seed):
     body = request(seed)
     chat = deepseek_recipe.ChatCompletionRequest({"model": "DeepSeek-V4-Pro"} | body)
@@ -131,7 +131,7 @@ def test_equals_the_recipe(v4, recipe, seed):
 
 
 def test_the_generator_reaches_every_feature():
-    bodies = [request(seed) for seed in range(60)]
+    bodies = [request(seed) for seed in range(300)]
     roles = {message["role"] for body in bodies for message in body["messages"]}
     assert roles == {"system", "user", "assistant", "tool", "latest_reminder"}
     assert any("tools" in body for body in bodies) and any(body["messages"][-1].get("prefix") for body in bodies)
