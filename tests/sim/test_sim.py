@@ -22,6 +22,8 @@ RARE = {
     "orphans_not_dropped": 2000,
     "failed_step_keeps_slots": 2000,
     "spare_published_while_written": 8000,
+    "mask_of_another_position": 8000,
+    "mask_of_another_generation": 8000,
 }
 """Bugs that need so many seeds that only the nightly lane looks for them."""
 
