@@ -7,7 +7,7 @@ bin=$1 seeds=$2
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 begin=$SECONDS
-processes=(tests/mesh tests/compose tests/cli/test_up.py tests/unit/gateway/test_openapi.py)
+processes=(tests/mesh tests/compose tests/cli/test_up.py)
 marks='not nightly and not gpu'
 
 half() {  # half NAME PATHS...: its output and its status go into files

@@ -349,6 +349,7 @@ def test_penalties_bias_and_least_tokens_compose_with_the_mask(client):
     assert answer.usage.completion_tokens >= 8 or answer.choices[0].message.content.count("ab") >= 15
 
 
+@pytest.mark.nightly  # each service is killed in the lane by tests of its own
 @pytest.mark.parametrize("service", ["grammar", "scheduler", "worker"])
 def test_a_service_killed_in_mid_answer_leaves_the_answer_as_it_was_to_be(client, service):
     options = {"response_format": schema_format(LIST), "seed": 3, "max_tokens": 400, **OFF}

@@ -40,7 +40,7 @@ def anthropic_client(url):
         yield made.messages
 
 
-@pytest.mark.parametrize("text, effort", [(STORY, "none"), (SUM, "low")])
+@pytest.mark.parametrize("text, effort", [pytest.param(STORY, "none", marks=pytest.mark.nightly), (SUM, "low")])
 def test_a_streamed_response_equals_the_whole_one(openai_client, text, effort):
     options = {"model": MODEL, "input": text, "max_output_tokens": 40, "reasoning": {"effort": effort}}
     options["extra_body"] = {"seed": 5}
@@ -78,7 +78,9 @@ def test_a_round_with_tools_through_responses(openai_client):
     assert "17" in answer.output_text and "windy" in answer.output_text
 
 
-@pytest.mark.parametrize("text, thinking", [(STORY, "disabled"), (SUM, "enabled")])
+@pytest.mark.parametrize(
+    "text, thinking", [pytest.param(STORY, "disabled", marks=pytest.mark.nightly), (SUM, "enabled")]
+)
 def test_a_streamed_message_equals_the_whole_one(anthropic_client, text, thinking):
     mode = {"type": thinking} if thinking == "disabled" else {"type": thinking, "budget_tokens": 1024}
     options = {"model": MODEL, "max_tokens": 40, "messages": [{"role": "user", "content": text}], "thinking": mode}
