@@ -15,7 +15,7 @@ from tests.sim.scenario import draw
 from tests.sim.shrink import attempt, shrink
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 300
+SEEDS = 60  # the lane runs thousands of fresh ones beside the tests
 MUTANT_SEEDS = 400
 RARE = {
     "row_generation_unchecked": 4000,
