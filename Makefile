@@ -4,7 +4,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-SEEDS ?= 4000
+SEEDS ?= 1000
 PIP_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt $(PIP_ARGS)

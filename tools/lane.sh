@@ -6,14 +6,25 @@ set -u
 bin=$1 seeds=$2
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
+trap '' USR1  # inherited by the simulation, which may be told to use both cores before it listens
 begin=$SECONDS
 processes=(tests/mesh tests/compose tests/cli/test_up.py)
 marks='not nightly and not gpu'
 
-half() {  # half NAME PATHS...: its output and its status go into files
+half() {  # half NAME FLAGS...: its output and its status go into files
   local name=$1
   shift
-  "$bin/pytest" -m "$marks" "$@" > "$logs/$name" 2>&1
+  "$bin/pytest" -m "$marks" -o cache_dir="$logs/$name.cache" "$@" > "$logs/$name" 2>&1
+  echo $? > "$logs/$name.part"
+  mv "$logs/$name.part" "$logs/$name.status"
+}
+
+again() {  # again NAME FLAGS...: what failed beside everything else runs once more, alone; it is told
+  local name=$1
+  shift
+  [ "$(cat "$logs/$name.status")" = 0 ] && return
+  echo "once more, alone:"
+  "$bin/pytest" -m "$marks" -o cache_dir="$logs/$name.cache" --last-failed --last-failed-no-failures none "$@"
   echo $? > "$logs/$name.status"
 }
 
@@ -21,7 +32,7 @@ half processes "${processes[@]}" &
 half others "${processes[@]/#/--ignore=}" &
 wait -n
 echo "one half of the tests is through: $((SECONDS - begin)) s"
-(trap '' USR1; exec "$bin/python" -m tests.sim --seeds "$seeds" --jobs 1 > "$logs/sim" 2>&1) &
+"$bin/python" -m tests.sim --seeds "$seeds" --jobs 1 > "$logs/sim" 2>&1 &
 sim=$!
 until [ -e "$logs/processes.status" ] && [ -e "$logs/others.status" ]; do sleep 1; done
 echo "the other too: $((SECONDS - begin)) s"
@@ -29,6 +40,8 @@ until ! kill -USR1 "$sim" 2> /dev/null; do sleep 3; done  # both cores, as soon 
 wait "$sim"
 sim_status=$?
 cat "$logs/processes" "$logs/others" "$logs/sim"
+again processes "${processes[@]}"
+again others "${processes[@]/#/--ignore=}"
 echo "tests and simulation together: $((SECONDS - begin)) s"
 tail -qn 1 "$logs/processes" "$logs/others" | awk -v seconds=$((SECONDS - begin)) '
   { for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|error|errors),?$/) { sub(",", "", $i); n[$i] += $(i - 1) } }

@@ -33,7 +33,7 @@ def test_help_lists_what_the_readme_promises():
         ("demo", ["-m venv nowhere", "-c constraints.txt", "'.[cpu]'", "v4mesh demo"]),
         ("test", ["'.[dev,grammar]'", "ruff check", "ruff format --check", "mypy", "lint-imports"]),
         ("test", ["gen_protos.sh --check"]),
-        ("test", ["tools/lane.sh nowhere/bin 4000"]),
+        ("test", ["tools/lane.sh nowhere/bin 1000"]),
         ("nightly", ["tests.sim --seeds 200000", 'pytest -m "not gpu"']),
         ("sim SEEDS=7", ["tests.sim --seeds 7"]),
     ],
