@@ -43,7 +43,14 @@ cat "$logs/processes" "$logs/others" "$logs/sim"
 again processes "${processes[@]}"
 again others "${processes[@]/#/--ignore=}"
 echo "tests and simulation together: $((SECONDS - begin)) s"
-tail -qn 1 "$logs/processes" "$logs/others" | awk -v seconds=$((SECONDS - begin)) '
-  { for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|error|errors),?$/) { sub(",", "", $i); n[$i] += $(i - 1) } }
-  END { for (k in n) line = line (line == "" ? "" : ", ") n[k] " " k; print line " in " seconds "s" }'
 [ "$sim_status" = 0 ] && [ "$(cat "$logs/processes.status")" = 0 ] && [ "$(cat "$logs/others.status")" = 0 ]
+red=$?
+tail -qn 1 "$logs/processes" "$logs/others" | awk -v seconds=$((SECONDS - begin)) -v red=$red '
+  { for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|error|errors),?$/) { sub(",", "", $i); n[$i] += $(i - 1) } }
+  END {
+    if (!red && n["failed"]) { n["passed"] += n["failed"]; n["passed at the second try"] = n["failed"] }
+    if (!red) delete n["failed"]
+    for (k in n) line = line (line == "" ? "" : ", ") n[k] " " k
+    print line " in " seconds "s"
+  }'
+exit $red
