@@ -2,7 +2,8 @@
 
 Knows command lines and exit statuses, nothing of what a service does: readiness is a probe handed in per service. A
 child that dies is restarted, unless its status says that a restart cannot help (`exit_codes.PERMANENT`) or it dies over
-and over; then everything stops and `run` returns that child's status. Children never outlive this process, not even
+and over; then everything stops and `run` returns that child's status. `restart` replaces one child by a fresh process:
+after it, or, where both may serve at once, beside it. Children never outlive this process, not even
 when it is killed with SIGKILL: on Linux the kernel kills them with it. Each child leads its own session, so that Ctrl-C
 in a terminal reaches the supervisor alone, which stops them in order, last started first.
 """
@@ -16,7 +17,7 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,8 +31,15 @@ STOP_S = 4.5  # for all children together, when a stop was asked for
 LEAST_DRAIN_S = 0.3  # what slow children must leave for each one that stops after them
 KEPT_LINES = 12  # last words of each child, shown when it fails for good
 LONGEST_LINE = 16_384  # bytes; longer lines arrive in pieces
+BESIDE_S = 120.0  # a successor that serves beside its predecessor is ready by then, or is not wanted
+FAREWELL_S = 5.0  # to say so to clients, for a process that was given all its time to finish
 
 Probe = Callable[[], Awaitable[bool]]
+Kind = Literal["started", "ready", "exited", "gave_up", "stopped", "leaving", "left"]
+
+
+class RestartError(Exception):
+    """A child could not be replaced; says which and why. What served before goes on where it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +52,10 @@ class ServiceSpec:
     probe_every_s: float = 0.1
     drain_s: float = 1.5  # most seconds between SIGTERM and SIGKILL
     rest_s: float = 0.0  # least seconds before a restart: where a standby takes over, it has the processor first
+    beside: bool = False  # told --ready-fd N, where it says that it serves; its successor starts before it leaves
+    retire: int = signal.SIGTERM  # leave when all is done; a SIGTERM after it: at once
+    passed: tuple[int, ...] = ()  # file descriptors that it inherits, by the same numbers
+    settled: Probe | None = None  # after a restart: whether the next process may be restarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ class ServiceEvent:
     """A change of one child. `status` is its exit status (negative: killed by that signal)."""
 
     service: str
-    kind: Literal["started", "ready", "exited", "gave_up", "stopped"]
+    kind: Kind
     at_s: float  # since the supervisor started
     pid: int = 0
     status: int = 0
@@ -65,7 +77,9 @@ class Child:
 
     spec: ServiceSpec
     process: Process | None = None
+    leaving: list[Process] = field(default_factory=list)  # they finish beside `process`
     ready: bool = False
+    asked: bool = False  # its end was asked for
     deaths_in_a_row: int = 0
     started_at: float = 0.0
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
@@ -111,20 +125,22 @@ class Supervisor:
         self.all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
+        self._pact = _death_pact()
+        self._watches: list[asyncio.Task[None]] = []
+        self._restarting = asyncio.Lock()
         self._status = int(Exit.OK)
         self._t0 = time.monotonic()
 
     async def run(self) -> int:
         """Start everything, keep it running until `stop`, then stop it. Returns the exit status to end with."""
-        pact = _death_pact()
-        watches = [asyncio.create_task(self._keep(child, pact)) for child in self.children.values()]
-        stopping = asyncio.create_task(self._stopping.wait())
+        for child in self.children.values():
+            self._watch(self._keep(child))
         try:
-            await asyncio.wait([stopping, *watches], return_when=asyncio.FIRST_COMPLETED)
-            self._stopping.set()
+            await self._stopping.wait()
             await self._stop_children()
         finally:
-            for task in (stopping, *watches):
+            watches = self._watches.copy()
+            for task in watches:
                 task.cancel()
             results = await asyncio.gather(*watches, return_exceptions=True)
             self._kill_leftovers()
@@ -132,6 +148,19 @@ class Supervisor:
             if isinstance(result, Exception):
                 raise result
         return self._status
+
+    def _watch(self, keeping: Coroutine[object, object, None]) -> None:
+        """Run it beside everything else; an error in it ends everything."""
+
+        def ended(task: "asyncio.Task[None]") -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self._stopping.set()
+            else:
+                self._watches.remove(task)
+
+        task = asyncio.create_task(keeping)
+        task.add_done_callback(ended)
+        self._watches.append(task)
 
     def stop(self) -> None:
         """Ask for a clean stop; the second call kills at once."""
@@ -143,22 +172,101 @@ class Supervisor:
         """The living children."""
         return {n: c.process.pid for n, c in self.children.items() if c.process and c.process.returncode is None}
 
-    async def _keep(self, child: Child, pact: Callable[[], None] | None) -> None:
-        """Run one child again and again until it may not or need not be restarted."""
-        while not self._stopping.is_set():
-            process = await self._spawn(child, pact)
-            probing = asyncio.create_task(self._probe(child))
-            reading = asyncio.create_task(self._relay(child, process))
-            status = await process.wait()
-            probing.cancel()
-            self._kill_group(process)  # a grandchild would hold the pipe open after its parent is gone
-            await asyncio.wait([reading], timeout=0.5)
-            reading.cancel()
+    async def restart(self, name: str, leave_s: float) -> None:
+        """Replace a child by a fresh process, and return when that is ready and the former one has left.
+
+        The former one has `leave_s` seconds to finish what it does. One after the other, whoever asks. Raises
+        RestartError.
+        """
+        async with self._restarting:
+            child = self.children[name]
+            if child.process is None or child.process.returncode is not None:
+                raise RestartError(f"{name} is not running: it is restarted already")
+            if child.spec.beside:
+                await self._replace(child, leave_s)
+            else:
+                await self._renew(child, leave_s)
+            settled = child.spec.settled
+            while settled and not self._stopping.is_set() and not await settled():  # noqa: ASYNC110 - a child's state
+                await asyncio.sleep(child.spec.probe_every_s)
+
+    async def _renew(self, child: Child, leave_s: float) -> None:
+        """Leave first, start then."""
+        process, child.asked = child.process, True
+        assert process is not None
+        self._say(child, "leaving")
+        await self._let_leave(process, child.spec.retire, leave_s)
+        while child.process is process or not child.ready:
             if self._stopping.is_set():
-                self._say(child, "stopped", status=status)
+                raise RestartError(f"{child.spec.name} does not come back: the mesh stops")
+            await asyncio.sleep(0.02)
+
+    async def _replace(self, child: Child, leave_s: float) -> None:
+        """Start first, leave then: both serve for a while."""
+        told, says = os.pipe()
+        try:
+            successor = await self._start(child, ready_fd=says)
+        finally:
+            os.close(says)
+        child.leaving.append(successor)  # until it is wanted: a stop ends it with the others
+        self._watch(self._relay(child, successor))
+        serves = await _hears(told, BESIDE_S)
+        child.leaving.remove(successor)
+        if not serves:
+            self._kill_group(successor)
+            await successor.wait()
+            raise RestartError(f"{child.spec.name}: its successor did not get ready; the former process goes on")
+        former, child.process = child.process, successor
+        assert former is not None
+        child.leaving.append(former)
+        child.started_at, child.deaths_in_a_row = time.monotonic(), 0
+        self._watch(self._keep(child, successor))
+        self._say(child, "leaving", process=former)
+        await self._let_leave(former, child.spec.retire, leave_s)
+
+    async def _let_leave(self, process: Process, signal_number: int, leave_s: float) -> None:
+        """Ask once; where it takes too long, press; then end it."""
+        for number, wait_s in ((signal_number, leave_s), (signal.SIGTERM, FAREWELL_S)):
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+            waits = [asyncio.create_task(process.wait()), asyncio.create_task(self._stopping.wait())]
+            await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in waits:
+                task.cancel()
+            if self._stopping.is_set():  # the stop is in charge of it
+                return
+            if process.returncode is not None:
+                return
+        self._kill_group(process)
+        await process.wait()
+
+    async def _keep(self, child: Child, running: Process | None = None) -> None:
+        """Run one child again and again until it may not or need not be restarted; `running`: it has been started."""
+        while not self._stopping.is_set():
+            process, running = running, None
+            background = []
+            if process is None:
+                process = child.process = await self._start(child)
+                background = [asyncio.create_task(self._probe(child))]
+                background += [asyncio.create_task(self._relay(child, process))]
+            else:
+                self._mark_ready(child)
+            status = await process.wait()
+            self._kill_group(process)  # a grandchild would hold the pipe open after its parent is gone
+            if background:
+                background[0].cancel()
+                await asyncio.wait(background, timeout=0.5)
+                background[1].cancel()
+            if self._stopping.is_set():
+                self._say(child, "stopped", status=status, process=process)
+                return
+            if process in child.leaving:
+                child.leaving.remove(process)
+                self._say(child, "left", status=status, process=process)
                 return
             delay = self._after_death(child, status)
             if delay is None:
+                self._stopping.set()
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
@@ -169,6 +277,10 @@ class Supervisor:
         child.deaths_in_a_row = 1 if child.ready and lived >= self._steady_s else child.deaths_in_a_row + 1
         was_ready, child.ready = child.ready, False
         self.all_ready.clear()
+        if child.asked:
+            child.asked, child.deaths_in_a_row = False, 0
+            self._say(child, "left", status=status)
+            return child.spec.rest_s
         hopeless = is_permanent(status) or status == Exit.USAGE
         if hopeless or (not was_ready and child.deaths_in_a_row >= GIVE_UP_AFTER):
             self._status = status if 0 < status < 10 else int(Exit.BUG)
@@ -178,19 +290,25 @@ class Supervisor:
         self._say(child, "exited", status=status, restart_in_s=delay, last_lines=tuple(child.lines))
         return delay
 
-    async def _spawn(self, child: Child, pact: Callable[[], None] | None) -> Process:
-        child.lines.clear()
-        child.started_at = time.monotonic()
-        child.process = await asyncio.create_subprocess_exec(
-            *child.spec.argv,
+    async def _start(self, child: Child, ready_fd: int = -1) -> Process:
+        """A process of a child. It says that it serves at `ready_fd`, if that is given."""
+        argv, passed = child.spec.argv, child.spec.passed
+        if ready_fd >= 0:
+            argv, passed = (*argv, "--ready-fd", str(ready_fd)), (*passed, ready_fd)
+        else:
+            child.lines.clear()
+            child.started_at = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=pact,
+            preexec_fn=self._pact,
+            pass_fds=passed,
         )
-        self._say(child, "started")
-        return child.process
+        self._say(child, "started", process=process)
+        return process
 
     async def _probe(self, child: Child) -> None:
         if child.spec.probe is None:
@@ -226,30 +344,30 @@ class Supervisor:
 
     async def _stop_children(self) -> None:
         """SIGTERM in reverse start order, each with time to drain; SIGKILL to whoever needs longer."""
-        living = [c for c in reversed(self.children.values()) if c.process and c.process.returncode is None]
+        pairs = ((c, p) for c in reversed(self.children.values()) for p in (*c.leaving, c.process))
+        living = [(child, process) for child, process in pairs if process and process.returncode is None]
         end = time.monotonic() + self._stop_s
         if self._together:
-            for child in living:
-                _terminate(child)
-        for after, child in zip(reversed(range(len(living))), living, strict=True):
-            assert child.process is not None
+            for _, process in living:
+                _terminate(process)
+        for after, (child, process) in zip(reversed(range(len(living))), living, strict=True):
             if not self._together:
-                _terminate(child)
+                _terminate(process)
             left_s = max(LEAST_DRAIN_S, end - time.monotonic() - after * LEAST_DRAIN_S)
-            waits = [asyncio.create_task(child.process.wait()), asyncio.create_task(self._kill_now.wait())]
+            waits = [asyncio.create_task(process.wait()), asyncio.create_task(self._kill_now.wait())]
             await asyncio.wait(waits, timeout=min(child.spec.drain_s, left_s), return_when=asyncio.FIRST_COMPLETED)
             for task in waits:
                 task.cancel()
-            self._kill_group(child.process)
-        for child in living:
-            assert child.process is not None
-            await child.process.wait()
+            self._kill_group(process)
+        for _, process in living:
+            await process.wait()
 
     def _kill_leftovers(self) -> None:
         """Whatever made `run` end, no child is left behind."""
         for child in self.children.values():
-            if child.process is not None:
-                self._kill_group(child.process)
+            for process in (*child.leaving, child.process):
+                if process is not None:
+                    self._kill_group(process)
 
     def _kill_group(self, process: Process) -> None:
         """Kill a child with everything it started; its session id is its pid."""
@@ -259,18 +377,34 @@ class Supervisor:
     def _say(
         self,
         child: Child,
-        kind: Literal["started", "ready", "exited", "gave_up", "stopped"],
+        kind: Kind,
         *,
+        process: Process | None = None,
         status: int = 0,
         restart_in_s: float = 0.0,
         last_lines: tuple[str, ...] = (),
     ) -> None:
-        pid = child.process.pid if child.process else 0
+        process = process or child.process
+        pid = process.pid if process else 0
         at_s = time.monotonic() - self._t0
         self.on_event(ServiceEvent(child.spec.name, kind, at_s, pid, status, restart_in_s, last_lines))
 
 
-def _terminate(child: Child) -> None:
-    assert child.process is not None
+def _terminate(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
-        child.process.terminate()
+        process.terminate()
+
+
+async def _hears(pipe: int, limit_s: float) -> bool:
+    """Whether somebody writes to a pipe before all its writers are gone or the time is over. Closes it."""
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pipe, heard.set)
+    try:
+        async with asyncio.timeout(limit_s):
+            await heard.wait()
+        return bool(os.read(pipe, 1))
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(pipe)
+        os.close(pipe)

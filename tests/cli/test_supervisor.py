@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from meshkit import supervisor
-from meshkit.supervisor import ServiceEvent, ServiceSpec, Supervisor
+from meshkit.supervisor import RestartError, ServiceEvent, ServiceSpec, Supervisor
 
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
@@ -183,3 +183,89 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path):
     while not gone(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert gone(pid)
+
+
+LEAVES = """
+import signal, sys, time
+def leave(number, frame):
+    print('asked', number, flush=True)
+    time.sleep({busy})
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, leave)
+print('up', flush=True)
+while True:
+    signal.pause()
+"""
+BESIDE = "import os, sys\nif '--ready-fd' in sys.argv:\n    os.write(int(sys.argv[-1]), b'ready')\n"
+
+
+async def test_a_restart_starts_the_next_process_after_the_first_has_left_and_is_no_death():
+    run = Recorder(ServiceSpec(name="a", argv=script(LEAVES.format(busy=0.3))))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    first = run.supervisor.pids()["a"]
+    await run.supervisor.restart("a", 5.0)
+    assert gone(first) and run.supervisor.pids()["a"] != first
+    assert [e.kind for e in run.events] == ["started", "ready", "leaving", "left", "started", "ready"]
+    assert run.of("left")[0].status == 0
+    run.supervisor.stop()
+    assert await task == 0
+
+
+async def test_a_successor_starts_beside_and_only_a_ready_one_makes_the_first_leave():
+    spec = ServiceSpec(
+        name="a", argv=script(BESIDE + LEAVES.format(busy=0.3)), beside=True, retire=signal.SIGUSR1, drain_s=5.0
+    )
+    run = Recorder(spec)
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    first = run.supervisor.pids()["a"]
+    await run.supervisor.restart("a", 5.0)
+    assert gone(first) and not gone(run.supervisor.pids()["a"])
+    assert [e.kind for e in run.events][:4] == ["started", "ready", "started", "leaving"]
+    assert ("a", f"asked {int(signal.SIGUSR1)}") in run.lines
+    second = run.supervisor.pids()["a"]
+    os.kill(second, signal.SIGKILL)  # it is watched like the first
+    await run.until(lambda: run.supervisor.pids().get("a", second) != second)
+    run.supervisor.stop()
+    assert await task == 0
+    assert not run.supervisor.pids()
+
+
+async def test_a_successor_that_fails_changes_nothing():
+    code = "import sys\nif '--ready-fd' in sys.argv:\n    sys.exit(3)\n" + FOREVER
+    run = Recorder(ServiceSpec(name="a", argv=script(code), beside=True))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    first = run.supervisor.pids()["a"]
+    with pytest.raises(RestartError, match="the former process goes on"):
+        await run.supervisor.restart("a", 5.0)
+    assert run.supervisor.pids()["a"] == first and not gone(first)
+    run.supervisor.stop()
+    assert await task == 0
+
+
+async def test_who_does_not_leave_in_time_is_pressed_and_then_killed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor, "FAREWELL_S", 0.2)
+    run = Recorder(ServiceSpec(name="a", argv=script(STUBBORN)))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    await run.supervisor.restart("a", 0.2)
+    assert run.of("left")[0].status == -signal.SIGKILL
+    run.supervisor.stop()
+    assert await task == 0
+
+
+async def test_a_stop_during_a_restart_ends_both_processes():
+    spec = ServiceSpec(name="a", argv=script(BESIDE + LEAVES.format(busy=30)), beside=True, drain_s=0.2)
+    run = Recorder(spec)
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    restarting = asyncio.create_task(run.supervisor.restart("a", 60.0))
+    await run.until(lambda: run.of("leaving"))
+    pids = [e.pid for e in run.of("started")]
+    run.supervisor.stop()
+    assert await task == 0
+    await asyncio.gather(restarting, return_exceptions=True)
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)
