@@ -18,7 +18,7 @@ HEADS = 4
 
 
 @triton.jit(do_not_specialize=["scale_column"])
-def _kernel(
+def _turn_and_quantise(
     o,
     turns,
     positions,
@@ -54,6 +54,6 @@ def _kernel(
 def attention_output(o: Tensor, turns: Tensor, positions: Tensor, codes: Tensor, scale: Tensor) -> None:
     """See the door."""
     tokens, heads = o.shape[:2]
-    _kernel[(tokens, triton.cdiv(heads, HEADS))](
+    _turn_and_quantise[(tokens, triton.cdiv(heads, HEADS))](
         o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=HEADS, num_warps=4
     )

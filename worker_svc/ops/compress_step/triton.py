@@ -164,7 +164,7 @@ def _keep_own(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _kernel(
+def _compress(
     raw, raw_stride, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, page_bytes,
     index_norm, index_pool, index_page_bytes, ring, tokens, eps,
     RATIO: tl.constexpr, BF16: tl.constexpr, KEEP: tl.constexpr, SLOTS: tl.constexpr, COPY: tl.constexpr,
@@ -229,7 +229,7 @@ def compress_step(
     """See the door; without `keep` the ring is only read, and programs take a window's worth of tokens each."""
     tokens = positions.shape[0]
     group = 1 if keep else min(ratio, CHUNK_GROUP)
-    _kernel[(triton.cdiv(tokens, group), 2 if ratio == 4 else 1)](
+    _compress[(triton.cdiv(tokens, group), 2 if ratio == 4 else 1)](
         raw, raw.stride(0), ape, norm, turns, positions, slots, first_token, states, write_rows, pool, pool.stride(0),
         norm if index is None else index.norm,
         pool if index is None else index.pool,

@@ -38,7 +38,7 @@ def _query(codes, folded, token, heads, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _paged(
+def _paged_scores(
     codes, folded, heads, pool, page_bytes, table, table_stride, slots, lengths, scores, stride, width,
     PAGES: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def _paged(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _ragged(
+def _ragged_scores(
     codes, folded, heads, keys, key_scale, first, last, scores, stride, width, tokens,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +86,7 @@ def paged_scores(
     """See the door; fills the first min(length, width) columns of scores FP32 [T, width]."""
     tokens, heads = folded.shape
     width = scores.shape[1]
-    _paged[(tokens, triton.cdiv(width, KEYS * PAGES))](
+    _paged_scores[(tokens, triton.cdiv(width, KEYS * PAGES))](
         codes, folded, heads, keys, keys.stride(0), table, table.stride(0), slots, lengths, scores, scores.stride(0),
         width, PAGES=PAGES, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def ragged_scores(
     """See the door; fills the first last[t] - first[t] columns of row t of scores FP32 [T, width]."""
     tokens, heads = folded.shape
     width = scores.shape[1]
-    _ragged[(triton.cdiv(tokens, QUERIES), triton.cdiv(width, KEYS))](
+    _ragged_scores[(triton.cdiv(tokens, QUERIES), triton.cdiv(width, KEYS))](
         codes, folded, heads, keys, key_scale, first, last, scores, scores.stride(0), width, tokens,
         QUERIES=QUERIES, KEYS=KEYS, HEADS=max(16, triton.next_power_of_2(heads)), num_warps=4,
     )  # fmt: skip

@@ -19,7 +19,7 @@ ROWS = 8
 
 
 @triton.jit
-def _insert(values, stride, pool, page_bytes, rows, BF16: tl.constexpr):
+def _insert_rows(values, stride, pool, page_bytes, rows, BF16: tl.constexpr):
     number = tl.program_id(0)
     row = tl.load(rows + number)
     if row >= 0:
@@ -29,7 +29,7 @@ def _insert(values, stride, pool, page_bytes, rows, BF16: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather(pool, page_bytes, rows, count, out, out_stride, ROWS: tl.constexpr, BF16: tl.constexpr):
+def _gather_rows(pool, page_bytes, rows, count, out, out_stride, ROWS: tl.constexpr, BF16: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=-1)
     values = load_rows(pool, row, page_bytes, BF16)
@@ -38,7 +38,7 @@ def _gather(pool, page_bytes, rows, count, out, out_stride, ROWS: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["count"])
-def _gather_index(pool, page_bytes, rows, count, codes, scale, ROWS: tl.constexpr):
+def _gather_index_rows(pool, page_bytes, rows, count, codes, scale, ROWS: tl.constexpr):
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = tl.load(rows + number, mask=number < count, other=-1)
     safe = tl.maximum(row, 0)
@@ -54,7 +54,7 @@ def insert_rows(values: Tensor, pool: Tensor, rows: Tensor) -> None:
     """See the door."""
     if rows.shape[0]:
         bf16 = pool.shape[1] == BF16_PAGE_BYTES
-        _insert[(rows.shape[0],)](values, values.stride(0), pool, pool.stride(0), rows, BF16=bf16, num_warps=1)
+        _insert_rows[(rows.shape[0],)](values, values.stride(0), pool, pool.stride(0), rows, BF16=bf16, num_warps=1)
 
 
 def gather_rows(pool: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -63,7 +63,7 @@ def gather_rows(pool: Tensor, rows: Tensor, out: Tensor) -> None:
     if count:
         bf16 = pool.shape[1] == BF16_PAGE_BYTES
         grid = (triton.cdiv(count, ROWS),)
-        _gather[grid](pool, pool.stride(0), rows, count, out, out.stride(0), ROWS=ROWS, BF16=bf16, num_warps=4)
+        _gather_rows[grid](pool, pool.stride(0), rows, count, out, out.stride(0), ROWS=ROWS, BF16=bf16, num_warps=4)
 
 
 def gather_index_rows(pool: Tensor, rows: Tensor, codes: Tensor, scale: Tensor) -> None:
@@ -73,4 +73,4 @@ def gather_index_rows(pool: Tensor, rows: Tensor, codes: Tensor, scale: Tensor) 
     if count:
         grid = (triton.cdiv(count, 4 * ROWS),)
         args = (pool, pool.stride(0), rows, count, codes.view(pool.dtype), scale)
-        _gather_index[grid](*args, ROWS=4 * ROWS, num_warps=4)
+        _gather_index_rows[grid](*args, ROWS=4 * ROWS, num_warps=4)

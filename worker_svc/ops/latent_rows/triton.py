@@ -53,7 +53,7 @@ def _kv_row(x_ptr, weight, turns, position, eps):
 
 
 @triton.jit(do_not_specialize=["scale_column"])
-def _kernel(
+def _latent_rows(
     qkv,
     qkv_stride,
     q_weight,
@@ -110,7 +110,7 @@ def latent_rows(
     width = q_weight.shape[0]
     keep = workspace is not None
     assert workspace is None or (workspace.dtype == torch.bfloat16 and workspace.is_contiguous())
-    _kernel[(positions.shape[0], 2)](
+    _latent_rows[(positions.shape[0], 2)](
         qkv,
         qkv.stride(0),
         q_weight,

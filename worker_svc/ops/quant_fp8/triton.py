@@ -17,13 +17,13 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
         return
     blocks = triton.cdiv(width, 128)
     piece = min(triton.next_power_of_2(blocks), 8 if rows < 128 else 32)
-    _quantise[(rows, triton.cdiv(blocks, piece))](
+    _quantise_rows[(rows, triton.cdiv(blocks, piece))](
         x, codes, scale, x.stride(0), *scale.stride(), WIDTH=width, BLOCKS=piece, num_warps=min(piece, 8)
     )
 
 
 @triton.jit(do_not_specialize=["scale_row", "scale_block"])
-def _quantise(x_ptr, codes_ptr, scale_ptr, x_row, scale_row, scale_block, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def _quantise_rows(x_ptr, codes_ptr, scale_ptr, x_row, scale_row, scale_block, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     d = b[:, None] * 128 + tl.arange(0, 128)[None, :]

@@ -87,7 +87,7 @@ def _index(
 
 
 @triton.jit
-def _kernel(
+def _query_heads(
     q, q_stride, out, out_stride, heads, turns, positions, eps,
     raw, raw_stride, weights, weights_stride, codes, folded, signs, index_heads, padded, constant,
     QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, FP16: tl.constexpr,
@@ -130,11 +130,11 @@ def query_heads(
             sign_matrix(q.device), index_heads, padded, 128**-0.5 * index_heads**-0.5,
         )  # fmt: skip
     if index is None or tokens <= FEW_TOKENS:
-        _kernel[(tokens, blocks + index_blocks)](
+        _query_heads[(tokens, blocks + index_blocks)](
             *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
         )
         return
-    _kernel[(tokens, blocks)](*args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4)
-    _kernel[(tokens, index_blocks)](
+    _query_heads[(tokens, blocks)](*args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4)
+    _query_heads[(tokens, index_blocks)](
         *args, *extra, QUERY_BLOCKS=0, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
     )

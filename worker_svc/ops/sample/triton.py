@@ -1,8 +1,8 @@
 """Sampling in three launches: which values stay, the best of every tile, the best of all.
 
 1. `threshold`: what top-k, top-p and min-p leave of each row; rows without them leave at once.
-2. `_tiles`: noise in FP32 and the best value of each tile of the vocabulary.
-3. `_pick`: tiles within reach of the best one (almost always a single one) are drawn again with the noise in FP64,
+2. `_sample_tiles`: noise in FP32 and the best value of each tile of the vocabulary.
+3. `_sample_pick`: tiles within reach of the best one (almost always a single one) are drawn again with the noise in FP64,
    which gives the host sampler's very numbers; the lowest id wins a tie.
 """
 # ruff: noqa: ANN001, ANN202, N803
@@ -70,8 +70,8 @@ def sample(
     )
     noise = (p.seed_low, p.seed_high, p.choice, p.position)
     common = {"TILES": tiles, "TILE": TILE, "num_warps": 4} | masking
-    _tiles[(rows, tiles)](logits, p.temperature, *noise, floats, last_tie, floats.stride(0), **common)
-    _pick[(rows,)](
+    _sample_tiles[(rows, tiles)](logits, p.temperature, *noise, floats, last_tie, floats.stride(0), **common)
+    _sample_pick[(rows,)](
         logits,
         p.temperature,
         *noise,
@@ -100,7 +100,7 @@ def _words(seed_low_ptr, seed_high_ptr, choice_ptr, position_ptr, row, first, TI
 
 
 @triton.jit
-def _tiles(
+def _sample_tiles(
     logits_ptr,
     temperature_ptr,
     seed_low_ptr,
@@ -146,7 +146,7 @@ def _noise32(w):
 
 
 @triton.jit(do_not_specialize=["end"])
-def _pick(
+def _sample_pick(
     logits_ptr,
     temperature_ptr,
     seed_low_ptr,

@@ -52,7 +52,7 @@ def fp8_grouped(
     if rows == 0:
         return
     tile = tile or tile_fp8(rows, columns * groups, inner)
-    _fp8[(triton.cdiv(columns, tile.columns), groups)](
+    _skinny_fp8[(triton.cdiv(columns, tile.columns), groups)](
         codes,
         scale,
         weight,
@@ -84,7 +84,7 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> No
         return
     tile = tile or tile_bf16(rows, columns, inner)
     steps = triton.cdiv(triton.cdiv(inner, tile.inner), parts)
-    _bf16[(triton.cdiv(columns, tile.columns), parts)](
+    _skinny_bf16[(triton.cdiv(columns, tile.columns), parts)](
         x,
         weight,
         out,
@@ -108,7 +108,7 @@ def _row_tile(rows):
 
 
 @triton.jit(do_not_specialize=["rows", "sx_row", "sx_group", "sx_block"])
-def _fp8(
+def _skinny_fp8(
     x_ptr,
     sx_ptr,
     w_ptr,
@@ -163,7 +163,7 @@ def _fp8(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _bf16(
+def _skinny_bf16(
     x_ptr,
     w_ptr,
     out_ptr,

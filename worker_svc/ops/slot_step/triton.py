@@ -19,7 +19,7 @@ STOPS = tl.constexpr(14)
 def begin_step(rows: Tensor, table: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
     """See the door."""
     grid = (triton.cdiv(rows.shape[0], ROWS),)
-    _begin[grid](rows, table, slots, positions, ids, rows.shape[0], table.shape[1], BLOCK=ROWS)
+    _begin_step[grid](rows, table, slots, positions, ids, rows.shape[0], table.shape[1], BLOCK=ROWS)
 
 
 def end_step(
@@ -27,7 +27,7 @@ def end_step(
 ) -> None:
     """See the door."""
     grid, stops = (triton.cdiv(tokens.shape[0], ROWS),), table.shape[0] - STOPS.value
-    _end[grid](
+    _end_step[grid](
         *(slots, positions, ids, tokens, faults, table, out, tokens.shape[0], table.shape[1]),
         NUM_STOPS=stops,
         PADDED_STOPS=triton.next_power_of_2(stops),
@@ -36,7 +36,7 @@ def end_step(
 
 
 @triton.jit
-def _begin(rows_ptr, table_ptr, slots_ptr, positions_ptr, ids_ptr, count, columns, BLOCK: tl.constexpr):
+def _begin_step(rows_ptr, table_ptr, slots_ptr, positions_ptr, ids_ptr, count, columns, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     row = tl.load(rows_ptr + place, mask=inside, other=-1)
@@ -51,7 +51,7 @@ def _begin(rows_ptr, table_ptr, slots_ptr, positions_ptr, ids_ptr, count, column
 
 
 @triton.jit
-def _end(
+def _end_step(
     slots_ptr,
     positions_ptr,
     ids_ptr,

@@ -97,7 +97,7 @@ def _store_part(target, head, heads, o, factor, FIRST: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def _attend(
+def _attend_rows(
     q, q_stride, heads, window, page_bytes, window_rows, window_stride, window_len,
     entries_after, entry_rows, entry_stride, entry_len, part, lse, factor, splits,
     FP8: tl.constexpr, FP16: tl.constexpr, ENTRIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
@@ -173,7 +173,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["scale_column"])
-def _join(
+def _join_splits(
     part, lse, sink, out, turns, positions, codes, scale, scale_token, scale_group, scale_column,
     heads, per_group, splits,
     SPLITS: tl.constexpr, HEADS: tl.constexpr, QUANTISE: tl.constexpr,
@@ -273,7 +273,7 @@ def _launch(
     assert q.stride(2) == 1 and q.stride(1) == 512 and window_rows.stride(1) == entry_rows.stride(1) == 1, q.stride()
     part = torch.empty(tokens, splits, heads, 512, dtype=torch.float16, device=q.device)
     lse = torch.empty(tokens, splits, heads, device=q.device)
-    _attend[(tokens, splits, _blocks(heads, tile.heads))](
+    _attend_rows[(tokens, splits, _blocks(heads, tile.heads))](
         q, q.stride(0), heads, window, page_bytes, window_rows, window_rows.stride(0), window_len,
         entries.data_ptr() - window.data_ptr(), entry_rows, entry_rows.stride(0), entry_len,
         part, lse, scale * LOG2E, splits,
@@ -287,7 +287,7 @@ def join(part: Tensor, lse: Tensor, sink: Tensor, out: Tensor) -> None:
     """out BF16 [T, H, 512] of the splits and the sink FP32 [H]."""
     tokens, splits, heads = lse.shape
     grid, tiles = _join_shape(tokens, splits, heads)
-    _join[grid](
+    _join_splits[grid](
         part, lse, sink, out, lse, lse, out, lse, 0, 0, 0, heads, 1, splits, **tiles, QUANTISE=False, num_warps=4
     )
 
@@ -298,7 +298,7 @@ def join_quantised(
     """The joined output as `ops.attention_output` leaves it: codes E4M3 [T, G, H / G * 512], scale FP32 [T, G, ...]."""
     tokens, splits, heads = lse.shape
     grid, tiles = _join_shape(tokens, splits, heads)
-    _join[grid](
+    _join_splits[grid](
         part, lse, sink, codes, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], splits,
         **tiles, QUANTISE=True, num_warps=4,
     )  # fmt: skip

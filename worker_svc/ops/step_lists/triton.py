@@ -29,7 +29,7 @@ def _written(position, table, write_from, RATIO: tl.constexpr, PER_PAGE: tl.cons
 
 
 @triton.jit
-def _decode(
+def _decode_lists(
     positions,
     slots,
     table,
@@ -82,7 +82,7 @@ def _decode(
 
 
 @triton.jit
-def _chunk(
+def _chunk_lists(
     positions,
     slots,
     last_position,
@@ -151,7 +151,7 @@ def decode_lists(
     out: DecodeLists,
 ) -> None:
     """See the door."""
-    _decode[(positions.shape[0],)](
+    _decode_lists[(positions.shape[0],)](
         positions,
         slots,
         block_table,
@@ -190,7 +190,7 @@ def chunk_lists(
     out: ChunkLists,
 ) -> None:
     """See the door."""
-    _chunk[(positions.shape[0],)](
+    _chunk_lists[(positions.shape[0],)](
         positions,
         slots,
         last_position,

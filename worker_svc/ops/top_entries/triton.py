@@ -54,7 +54,7 @@ def _bounds(key, known, k):
 
 
 @triton.jit
-def _kernel(
+def _top_of_tile(
     scores, stride, entries, lengths, slots, table, table_stride, base, keys_out, out, out_stride, k,
     FIRST: tl.constexpr, LAST: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr, K_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def _select(
         # Tiles of a level write side by side, k places each.
         chosen = out if last else torch.empty(tokens, tiles * k, dtype=torch.int32, device=out.device)
         chosen_keys = chosen if last else torch.empty_like(chosen)
-        _kernel[(tokens, tiles)](
+        _top_of_tile[(tokens, tiles)](
             keys, stride, entries, lengths, slots, table, table.stride(0), base, chosen_keys, chosen, chosen.stride(0),
             k, FIRST=first, LAST=last, PAGED=paged, TILE=tile, K_TILE=triton.next_power_of_2(k),
             num_warps=4 if tile <= 1024 else 8,
