@@ -23,7 +23,9 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["scale_row", "scale_block"])
-def _quantise_rows(x_ptr, codes_ptr, scale_ptr, x_row, scale_row, scale_block, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def _quantise_rows(
+    x_ptr, codes_ptr, scale_ptr, x_row, scale_row, scale_block, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     d = b[:, None] * 128 + tl.arange(0, 128)[None, :]

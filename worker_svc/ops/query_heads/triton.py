@@ -134,7 +134,9 @@ def query_heads(
             *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
         )
         return
-    _query_heads[(tokens, blocks)](*args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4)
+    _query_heads[(tokens, blocks)](
+        *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=0, FP16=fp16, num_warps=4
+    )
     _query_heads[(tokens, index_blocks)](
         *args, *extra, QUERY_BLOCKS=0, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
     )

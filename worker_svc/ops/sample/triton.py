@@ -2,8 +2,8 @@
 
 1. `threshold`: what top-k, top-p and min-p leave of each row; rows without them leave at once.
 2. `_sample_tiles`: noise in FP32 and the best value of each tile of the vocabulary.
-3. `_sample_pick`: tiles within reach of the best one (almost always a single one) are drawn again with the noise in FP64,
-   which gives the host sampler's very numbers; the lowest id wins a tie.
+3. `_sample_pick`: tiles within reach of the best one (almost always a single one) are drawn again with the noise in
+   FP64, which gives the host sampler's very numbers; the lowest id wins a tie.
 """
 # ruff: noqa: ANN001, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
