@@ -17,11 +17,11 @@ from gateway.anthropic_errors import anthropic_error
 from gateway.config import GatewayConfig
 from gateway.cors import Cors
 from gateway.errors import ApiError
-from gateway.exchange import Exchange, error_response, label_of, parent_of
+from gateway.exchange import Exchange, conversation_id_of, error_response, label_of, parent_of
 from gateway.http_server import SERVER_NAME
 from gateway.mesh import Mesh
 from gateway.service import Gateway
-from gateway.spans import record_request
+from gateway.spans import note_server, record_request
 from gateway.text.tokenizer import Tokenizer
 from meshkit.obs import Tracing, kv
 
@@ -76,6 +76,7 @@ class _Entry:
         metrics = self._gateway.metrics
         exchange = Exchange(label=label_of(request.headers), request=request, parent=parent_of(request.headers))
         exchange.traceparent = self._tracing.begin(exchange.parent)
+        exchange.conversation = conversation_id_of(request.headers)
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         exchange.headers |= self._cors.headers(request.headers)
         metrics.http_active += 1
@@ -146,6 +147,7 @@ class _Entry:
             name = self._gateway.model.name
             record_request(self._tracing, exchange, name, match.route.operation, status, seconds)
 
+            note_server(exchange, exchange.request.transport)
 
 def _speak_anthropic(exchange: Exchange) -> None:
     exchange.error_shape = anthropic_error

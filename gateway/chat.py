@@ -6,7 +6,6 @@ and `tool_rules`'.
 """
 
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,6 +80,7 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
     if hosted:
         body = sampled_as_hosted(body, conversation.options)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
+    caller.conversation = check_label("session_id", body.session_id, gateway.limits) or caller.conversation
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
     given = _given_ids(gateway, body)
     sampling = _check(gateway, body)
@@ -109,7 +109,7 @@ def _answer(gateway: Gateway, body: ChatRequest, generation: Generation, prompt:
     return ChatAnswer(
         generation,
         gateway.tokenizer,
-        name=f"chatcmpl-{uuid.uuid4().hex}",
+        name=generation.named("chatcmpl-"),
         created=int(time.time()),
         model=body.model or gateway.model.name,
         fingerprint=gateway.fingerprint,

@@ -32,14 +32,19 @@ class CompletionAnswer(OpenAiEvents):
         echoes: Sequence[str],
         include_usage: bool,
         running_usage: bool,
+        last_usage: bool,
     ) -> None:
-        """`echoes` are the prompts' texts if they are to be repeated, else empty."""
+        """`echoes` are the prompts' texts if they are to be repeated, else empty.
+
+        `last_usage`: the chunk that ends a choice has it, asked for or not.
+        """
         self._generation = generation
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._include_usage = include_usage or running_usage
         self._running_usage = running_usage
+        self._last_usage = last_usage
         self._head = {"id": name, "object": "text_completion", "created": created, "model": model}
         self._head["system_fingerprint"] = fingerprint
         self._echo: dict[int, str] = {}
@@ -87,8 +92,9 @@ class CompletionAnswer(OpenAiEvents):
         if self._token_ids:
             choice["token_ids"], self._unsent_ids[index] = self._unsent_ids[index], []
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
-        if self._include_usage:
-            chunk["usage"] = self._generation.usage() if self._running_usage else None
+        ends = self._last_usage and fields.get("finish_reason") is not None
+        if self._include_usage or ends:
+            chunk["usage"] = self._generation.usage() if self._running_usage or ends else None
         return event(chunk)
 
     def _around(self, index: int) -> tuple[bytes, bytes]:

@@ -5,7 +5,6 @@ is `completion_answer`'s.
 """
 
 import time
-import uuid
 from collections.abc import Callable
 
 from aiohttp import web
@@ -47,6 +46,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
     sampling = _check(gateway, body)
     prompts = prompts_of(gateway, body.prompt)
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
+    exchange.conversation = check_label("session_id", body.session_id, gateway.limits) or exchange.conversation
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
     refuse_extras(body)
     gateway.check_ready()
@@ -73,7 +73,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
         answer = CompletionAnswer(
             generation,
             gateway.tokenizer,
-            name=f"cmpl-{uuid.uuid4().hex}",
+            name=generation.named("cmpl-"),
             created=int(time.time()),
             model=body.model or gateway.model.name,
             fingerprint=gateway.fingerprint,
@@ -82,6 +82,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
             echoes=[_text(gateway, prompt) for prompt in prompts] if body.echo else [],
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+            last_usage=gateway.config.api_profile == "deepseek",
         )
         generation.start()
         if body.stream:

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
@@ -19,6 +20,7 @@ from gateway.errors import ApiError, invalid
 from gateway.limits import Admission, Limits
 from gateway.schema import BodyDecoder
 from meshkit.obs import Attribute
+from meshkit.traceparent import context_of
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -31,7 +33,8 @@ class Caller:
 
     label: str  # the client's x-request-id or ours; for logs only
     tenant: str = ""
-    parent: str = ""  # W3C traceparent as it came, empty if none did
+    parent: str = ""  # W3C traceparent and tracestate as they came, empty if none did
+    conversation: str = ""  # which conversation it belongs to, as the caller says; for the span only
     traceparent: str = ""  # that of this request's own span: what the mesh below hangs its spans under
     received_s: float = field(default_factory=time.monotonic)
     deadline_s: float | None = None  # seconds from then on that the caller allows, where the transport says so
@@ -50,7 +53,9 @@ class Exchange(Caller):
 
 
 _LABEL = re.compile(r"[\x20-\x7e]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_BAGGAGE = re.compile(
+    r"(?:^|,)\s*(?:gen_ai\.conversation\.id|session\.id)\s*=\s*([\x21\x23-\x2b\x2d-\x3a\x3c-\x7e]{1,128})"
+)
 
 
 def label_of(headers: Mapping[str, str]) -> str:
@@ -60,9 +65,14 @@ def label_of(headers: Mapping[str, str]) -> str:
 
 
 def parent_of(headers: Mapping[str, str]) -> str:
-    """The caller's traceparent if it is sound."""
-    given = headers.get("traceparent", "")
-    return given if _TRACEPARENT.fullmatch(given) else ""
+    """The caller's traceparent if it is sound, and its tracestate."""
+    return context_of(headers.get("traceparent", ""), headers.get("tracestate", ""))
+
+
+def conversation_id_of(headers: Mapping[str, str]) -> str:
+    """The conversation that the caller's W3C baggage names, if it does. The rest of it says nothing to this mesh."""
+    named = _BAGGAGE.search(headers.get("baggage", "")[:8_192])
+    return unquote(named[1]) if named else ""
 
 
 async def read_body(

@@ -7,6 +7,7 @@ client leaves. It knows neither JSON nor HTTP.
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -163,6 +164,7 @@ class Generation:
         self._open = sum(len(job.choices) for job in jobs)  # choices that have not ended
         self.mailbox = Mailbox(KEEP_ALIVE_SECONDS)
         self.first_token_s: float | None = None
+        self.answer_id = ""  # as the client reads it
         self._started = False
         self._settled = False
         self._failed = False
@@ -244,6 +246,11 @@ class Generation:
                 raise
             if fresh:
                 yield list(fresh.values())
+
+    def named(self, prefix: str) -> str:
+        """A fresh id for the answer, which the request's span will have too."""
+        self.answer_id = f"{prefix}{uuid.uuid4().hex}"
+        return self.answer_id
 
     @property
     def done(self) -> bool:

@@ -4,8 +4,6 @@ Versions and betas in headers are ignored. Names of Anthropic's models mean the 
 they were asked by.
 """
 
-import uuid
-
 from aiohttp import web
 
 from gateway.chat import answer_chat, conversation_of
@@ -27,7 +25,7 @@ async def messages(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     translated = chat_of(body, gateway.config.api_profile)
 
     def answer(gateway: Gateway, _: ChatRequest, generation: Generation, __: EncodedPrompt) -> MessagesAnswer:
-        name, model = f"msg_{uuid.uuid4().hex}", body.model or gateway.model.name
+        name, model = generation.named("msg_"), body.model or gateway.model.name
         return MessagesAnswer(generation, name=name, model=model, label=exchange.label)
 
     with translated.told():

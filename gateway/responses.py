@@ -3,8 +3,6 @@
 Responses are not kept: asking for one by its id finds none, and what would need them is refused with 501.
 """
 
-import uuid
-
 from aiohttp import web
 
 from gateway.chat import answer_chat, conversation_of
@@ -27,7 +25,7 @@ async def responses(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
         return ResponsesAnswer(
             generation,
             gateway.tokenizer,
-            name=uuid.uuid4().hex,
+            name=generation.named("resp_"),
             model=body.model or gateway.model.name,
             echo=echo_of(body),
             logprobs=bool(chat.logprobs),

@@ -38,14 +38,14 @@ class ResponsesAnswer:
         echo: Mapping[str, Any],
         logprobs: bool,
     ) -> None:
-        """`name` is the response's id without its prefix, `echo` the settings the response repeats."""
+        """`name` is the response's id, `echo` the settings the response repeats."""
         self._generation = generation
         self._choice = generation.jobs[0].choices[0]
         self._tokenizer = tokenizer
-        self._name = name
+        self._name = name.removeprefix("resp_")
         self._logprobs = logprobs
         self._head = {
-            "id": f"resp_{name}",
+            "id": name,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,

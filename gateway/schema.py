@@ -77,6 +77,7 @@ class RequestFields(SamplingFields, kw_only=True):
     priority: int | None = None
     rid: str | None = None
     request_id: str | None = None
+    session_id: str | None = None  # for the trace alone
     return_token_ids: bool | None = None
     lora_path: Any = None  # this and what follows: refused when it asks for something
     custom_logit_processor: Any = None

@@ -22,7 +22,7 @@ from gateway.mesh import Mesh
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel, read_model_folder
 from gateway.schema import BodyDecoder
-from gateway.spans import note_answer, note_jobs, stamp
+from gateway.spans import note_answer, note_jobs, note_sampling, stamp
 from gateway.sse import StallGuard
 from gateway.text.output_parser import OutputParser
 from gateway.text.tokenizer import Tokenizer
@@ -158,6 +158,7 @@ class Gateway:
             caller.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
         eos = frozenset(model.eos_ids)
         terminals = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos)
+        note_sampling(caller, sampling)
         namespace = namespace_key(caller.tenant, salt, model.revision, model.kv_layout_id)
         return Job(
             request_id=RequestId(os.urandom(16)),

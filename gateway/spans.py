@@ -5,12 +5,14 @@ parse, write). Scheduler, worker and grammar service hang theirs under the same 
 sizes and names only, never prompts or answers.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Final
 
 from gateway.exchange import Caller
 from gateway.generation import Generation, Job
+from gateway.validate import Sampling
 from meshkit.obs import Attribute, Tracing
 from meshkit.traceparent import is_sampled
 
@@ -58,10 +60,33 @@ def record_request(tracing: Tracing, caller: Caller, model: str, operation: str,
     )
 
 
+def note_server(caller: Caller, transport: asyncio.BaseTransport | None) -> None:
+    """Where a sampled request came in; a transport that is closed by then no longer says."""
+    if transport is None or not is_sampled(caller.traceparent):
+        return
+    address = transport.get_extra_info("sockname")
+    if isinstance(address, tuple):
+        caller.span |= {"server.address": str(address[0]), "server.port": int(address[1])}
+    elif address:
+        caller.span["server.address"] = str(address)
+
+
+def note_sampling(caller: Caller, sampling: Sampling) -> None:
+    """What of it is no number of the worker's."""
+    if not is_sampled(caller.traceparent):
+        return
+    if sampling.stops:
+        caller.span["gen_ai.request.stop_sequences"] = list(sampling.stops)
+    if sampling.seeded:
+        caller.span["gen_ai.request.seed"] = sampling.seed - (sampling.seed >> 63 << 64)  # as it came: signed
+
+
 def note_jobs(caller: Caller, jobs: Sequence[Job]) -> None:
     """What was asked for, as attributes of a sampled request's span."""
     if not jobs or not is_sampled(caller.traceparent):
         return
+    if caller.conversation:
+        caller.span["gen_ai.conversation.id"] = caller.conversation
     params = jobs[0].params
     caller.span |= {
         "gen_ai.request.max_tokens": params.max_tokens,
@@ -82,6 +107,8 @@ def note_answer(caller: Caller, generation: Generation) -> None:
         caller.stages["first_token"] = caller.received_s + generation.first_token_s
     if not is_sampled(caller.traceparent):
         return
+    if generation.answer_id:
+        caller.span["gen_ai.response.id"] = generation.answer_id
     choices = [choice for job in generation.jobs for choice in job.choices]
     times = generation.jobs[0].times
     if times.told:

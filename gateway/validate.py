@@ -32,6 +32,7 @@ class Sampling:
     stops: tuple[str, ...]
     keep_stop: bool
     skip_special: bool
+    seeded: bool = False  # the client chose the seed
     constraint: Constraint | None = None  # as one of its fields says
 
     def for_prompt(
@@ -96,6 +97,7 @@ def check_sampling(
         stops=stops,
         keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special=fields.skip_special_tokens is not False,
+        seeded=fields.seed is not None,
         constraint=constraint,
     )
 

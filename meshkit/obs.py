@@ -22,7 +22,7 @@ from meshkit.address import Address, check_port
 from meshkit.config import env
 from meshkit.errors import ConfigError
 from meshkit.interceptors import request_id
-from meshkit.traceparent import is_sampled, new_traceparent
+from meshkit.traceparent import is_sampled, new_traceparent, state_of
 
 LogFormat = Literal["text", "json"]
 Attribute = str | int | float | bool | Sequence[str]
@@ -211,7 +211,7 @@ class Tracing:
             return
         child = is_sampled(parent)
         if own:
-            _, trace_id, span_id, _ = own.split("-")
+            _, trace_id, span_id, _ = own.partition(" ")[0].split("-")
             self._ids.fix(0 if child else int(trace_id, 16), int(span_id, 16))
         context = _context_of(parent) if child else _no_context()
         span = self._tracer.start_span(
@@ -294,8 +294,14 @@ def _no_context() -> Any:
 
 
 def _context_of(traceparent: str) -> Any:
-    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 
-    _, trace_id, span_id, flags = traceparent.split("-")
-    context = SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+    _, trace_id, span_id, flags = traceparent.partition(" ")[0].split("-")
+    context = SpanContext(
+        int(trace_id, 16),
+        int(span_id, 16),
+        is_remote=True,
+        trace_flags=TraceFlags(int(flags, 16)),
+        trace_state=TraceState.from_header([state_of(traceparent)]),
+    )
     return set_span_in_context(NonRecordingSpan(context))

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gateway.access import KeyRing
 from gateway.errors import ApiError
-from gateway.exchange import Caller, label_of, parent_of
+from gateway.exchange import Caller, conversation_id_of, label_of, parent_of
 from gateway.service import Gateway
 from gateway.spans import record_request
 from meshkit.obs import Tracing, kv
@@ -64,7 +64,7 @@ class Entry:
         `operation` is the span's name, empty for what is no inference; `operator`: it concerns the whole mesh.
         """
         headers = _headers(context)
-        caller = Caller(label=label_of(headers), parent=parent_of(headers))
+        caller = Caller(label=label_of(headers), parent=parent_of(headers), conversation=conversation_id_of(headers))
         caller.traceparent = self._tracing.begin(caller.parent)
         caller.deadline_s = context.time_remaining()
         status = _CLIENT_GONE

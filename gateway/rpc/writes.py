@@ -72,6 +72,7 @@ class Writer:
             reasoning_tokens=choice.output.reasoning_tokens,
             ttft_seconds=self._generation.first_token_s,
             e2e_seconds=self._generation.elapsed_s(),
+            queue_seconds=job.times.queued_s if job.times.told else None,
         )
         end = pb.Complete(finish_reason=_FINISH[choice.finish or "abort"], usage=usage)
         match choice.stop_reason:

@@ -3,7 +3,7 @@
 Pure: text and times in, values out. Quantiles are read off histogram buckets, so they are as coarse as those are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -28,6 +28,22 @@ class Quantiles:
 
     p50: float | None = None
     p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One scheduler with its workers, as a gateway sees it."""
+
+    address: str
+    attached: bool
+    ready: bool
+    open: int
+    running: int
+    waiting: int
+    slots_used: int
+    slots_total: int
+    pages_used: int
+    pages_total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +72,7 @@ class Snapshot:
     finished: Mapping[str, int] = field(default_factory=dict)
     statuses: Mapping[str, int] = field(default_factory=dict)
     faults: Mapping[str, int] = field(default_factory=dict)  # counters that must stay zero and did not
+    instances: Sequence[Instance] = ()
 
 
 EVENTS = "v4mesh_core_events"  # of them, those marked as faults are shown
@@ -114,6 +131,24 @@ def compare(now: Look, before: Look | None) -> Snapshot:
         finished=_totals(now, "vllm:request_success"),
         statuses=_totals(now, "sglang:http_responses"),
         faults=_totals(now, EVENTS),
+        instances=[_instance(it) for it in now.info.get("instances") or ()],
+    )
+
+
+def _instance(told: Mapping[str, Any]) -> Instance:
+    scheduler = told.get("scheduler") or {}
+    slots, pages = scheduler.get("slots") or {}, scheduler.get("pages") or {}
+    return Instance(
+        address=str(told.get("address", "")),
+        attached=bool(told.get("attached")),
+        ready=bool(scheduler.get("ready")) and not scheduler.get("draining"),
+        open=int(told.get("open", 0)),
+        running=int(scheduler.get("running", 0)),
+        waiting=int(scheduler.get("waiting", 0)),
+        slots_used=int(slots.get("total", 0)) - int(slots.get("free", 0)),
+        slots_total=int(slots.get("total", 0)),
+        pages_used=int(pages.get("total", 0)) - int(pages.get("free", 0)),
+        pages_total=int(pages.get("total", 0)),
     )
 
 

@@ -7,7 +7,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from meshkit.cli.chat import read_key
 from meshkit.cli.help_pages import command
 from meshkit.cli.http_client import Endpoint, StatusError, error_text, get_json, request
 from meshkit.cli.screen import Screen, shared_options
-from meshkit.cli.snapshot import Look, Quantiles, Snapshot, compare, read_look
+from meshkit.cli.snapshot import Instance, Look, Quantiles, Snapshot, compare, read_look
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 
 BAR = 24
@@ -97,6 +97,7 @@ def picture(shot: Snapshot, url: str) -> str:
         f" prompt from cache {cache}",
         f"slots      {_bar(shot.slots_used, shot.slots_total)}",
         f"KV pages   {_bar(shot.pages_used, shot.pages_total)}  preemptions {shot.preemptions}",
+        *_instances(shot.instances),
         "",
         f"{'':24}{'p50':>10}{'p99':>10}",
         f"{'time to first token':24}{_pair(shot.first_token)}",
@@ -109,6 +110,19 @@ def picture(shot: Snapshot, url: str) -> str:
     if shot.faults:
         lines.append(f"FAULTS     {_counts(shot.faults)}  (must be zero: please report)")
     return "\n".join(line[:78].rstrip() for line in lines)
+
+
+def _instances(shown: Sequence[Instance]) -> list[str]:
+    """A row for each, where there are several. Of a long address the end tells them apart."""
+    if len(shown) < 2:
+        return []
+    lines = ["", f"{'instance':28}{'state':11}{'running':>8}{'waiting':>8}{'slots':>10}{'KV pages':>12}"]
+    for it in shown:
+        state = "ready" if it.attached and it.ready else "not ready" if it.attached else "away"
+        name = it.address if len(it.address) < 28 else f"..{it.address[-25:]}"
+        slots, pages = f"{it.slots_used}/{it.slots_total}", f"{it.pages_used}/{it.pages_total}"
+        lines.append(f"{name:28}{state:11}{it.running:>8}{it.waiting:>8}{slots:>10}{pages:>12}")
+    return lines
 
 
 def _bar(used: int, total: int) -> str:

@@ -74,6 +74,21 @@ def test_the_picture_fits_a_terminal_and_shows_faults_only_if_there_are_any():
     assert "gap 2" in broken and max(map(len, broken.splitlines())) <= 78
 
 
+def test_several_instances_have_a_row_each():
+    rows = [
+        {"address": "unix:/run/v4mesh/a-rather-long-folder/scheduler-0.sock", "attached": True, "open": 2,
+         "scheduler": {**INFO["scheduler"], "ready": True, "draining": False}},
+        {"address": "127.0.0.1:50052", "attached": False, "open": 0, "scheduler": None},
+    ]  # fmt: skip
+    one = compare(read_look(exposition(1, 1, 1, (1, 1, 1)), {**INFO, "instances": rows[:1]}, 1.0), None)
+    assert "instance" not in picture(one, "http://h")
+    shot = compare(read_look(exposition(1, 1, 1, (1, 1, 1)), {**INFO, "instances": rows}, 1.0), None)
+    lines = picture(shot, "http://h").splitlines()
+    first, second = [line for line in lines if "scheduler-0.sock" in line or "50052" in line]
+    assert first.split()[1:] == ["ready", "2", "1", "2/8", "75/100"] and second.split()[1] == "away"
+    assert max(map(len, lines)) <= 78
+
+
 def test_nobody_there_says_what_to_type(capsys):
     assert main.main(["top", "--url", "http://127.0.0.1:9", "--once", "--json"]) == 8
     (error,) = json.loads(capsys.readouterr().out)["errors"]

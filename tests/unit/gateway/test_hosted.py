@@ -79,6 +79,15 @@ async def test_usage_rides_on_the_chunk_that_ends(hosted, served):
     assert [part["usage"] for part in parts[-2:]] == [whole, whole] and parts[-1]["choices"] == []
 
 
+async def test_usage_of_completions_likewise(hosted, served):
+    body = {"model": "v4-nano", "prompt": "a", "max_tokens": 20}
+    whole = (await hosted.post("/v1/completions", body))[1]["usage"]
+    parts = [json.loads(event) for event in (await hosted.events("/v1/completions", {**body, "stream": True}))[:-1]]
+    assert [part.get("usage") for part in parts] == [None] * (len(parts) - 1) + [whole]
+    parts = [json.loads(event) for event in (await served.events("/v1/completions", {**body, "stream": True}))[:-1]]
+    assert not any("usage" in part for part in parts)
+
+
 async def test_completions(hosted):
     body = {"model": "v4-nano", "prompt": "a", "suffix": "b", "max_tokens": 5_000, "top_k": 3, "echo": False}
     assert (await hosted.post("/beta/completions", body))[0] == 200

@@ -82,7 +82,7 @@ def details_of(error):
 
 
 async def test_chunks_add_up_to_the_answer(stub, mesh, tokenizer):
-    mesh.say = lambda start, choice: mesh.text(TEXT, burst=2)
+    mesh.say, mesh.waited_ms = lambda start, choice: mesh.text(TEXT, burst=2), 9
     seen = [answer async for answer in stub.Generate(raw(request_id="a"))]
     chunks = [it.chunk for it in seen if it.WhichOneof("event") == "chunk"]
     end = seen[-1].complete
@@ -93,6 +93,7 @@ async def test_chunks_add_up_to_the_answer(stub, mesh, tokenizer):
     assert end.usage.completion_tokens == len(tokenizer.encode(TEXT)) + 1
     assert end.usage.prompt_tokens == len(tokenizer.encode("Tell me"))
     assert end.usage.HasField("ttft_seconds") and end.usage.e2e_seconds >= end.usage.ttft_seconds
+    assert end.usage.queue_seconds == 0.009
 
 
 async def test_one_chunk_per_choice_without_stream(stub, mesh):

@@ -20,14 +20,18 @@ async def test_spans(mesh, tokenizer):
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    answers = []
     try:
         async with aiohttp.ClientSession() as session:
             for body, headers in (
-                ({"messages": [{"role": "user", "content": "secret words"}]}, {"traceparent": PARENT}),
+                (
+                    {"messages": [{"role": "user", "content": "secret words"}], "stop": ["END"], "seed": -7},
+                    {"traceparent": PARENT, "tracestate": "vendor=x-1", "baggage": "a=b, session.id=s%2F1;p=q"},
+                ),
                 ({"messages": [], "temperature": 9}, {}),
             ):
                 async with session.post(url + "/v1/chat/completions", json=body, headers=headers) as response:
-                    await response.read()
+                    answers.append(await response.json())
             async with session.get(url + "/health") as response:
                 await response.read()
     finally:
@@ -45,6 +49,15 @@ async def test_spans(mesh, tokenizer):
         "model_decode", "model_inference")}  # fmt: skip
     assert stages["queue"] == 0.007 and stages["model_prefill"] >= 0
     assert stages["model_inference"] == stages["model_prefill"] + stages["model_decode"]
+    assert good.attributes["gen_ai.request.stop_sequences"] == ("END",) and good.attributes["gen_ai.request.seed"] == -7
+    assert good.attributes["gen_ai.response.id"] == answers[0]["id"]
+    assert good.attributes["gen_ai.conversation.id"] == "s/1"
+    assert url == f"http://{good.attributes['server.address']}:{good.attributes['server.port']}"
+    assert "gen_ai.request.seed" not in bad.attributes and "gen_ai.conversation.id" not in bad.attributes
+    assert mesh.starts[0].traceparent.endswith(" vendor=x-1")
+    assert {
+        span.context.trace_state.to_header() for span in spans if span.context.trace_id == good.context.trace_id
+    } == {"vendor=x-1"}
     assert bad.attributes["http.response.status_code"] == 400 and bad.parent is None
     assert bad.attributes["error.type"] == "invalid_request_error"
     assert "secret" not in str([dict(span.attributes) for span in spans])

@@ -408,6 +408,7 @@ class Usage(_message.Message):
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     E2E_SECONDS_FIELD_NUMBER: _builtins.int
+    QUEUE_SECONDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     """every sampled token, of this choice"""
@@ -416,6 +417,8 @@ class Usage(_message.Message):
     reasoning_tokens: _builtins.int
     ttft_seconds: _builtins.float
     e2e_seconds: _builtins.float
+    queue_seconds: _builtins.float
+    """in the scheduler's queue; not set where no token came"""
     def __init__(
         self,
         *,
@@ -425,13 +428,19 @@ class Usage(_message.Message):
         reasoning_tokens: _builtins.int = ...,
         ttft_seconds: _builtins.float | None = ...,
         e2e_seconds: _builtins.float = ...,
+        queue_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "_ttft_seconds", b"_ttft_seconds", "queue_seconds", b"queue_seconds", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "e2e_seconds", b"e2e_seconds", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds", "_ttft_seconds", b"_ttft_seconds", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "e2e_seconds", b"e2e_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "reasoning_tokens", b"reasoning_tokens", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__queue_seconds: _TypeAlias = _typing.Literal["queue_seconds"]  # noqa: Y015
+    _WhichOneofArgType__queue_seconds: _TypeAlias = _typing.Literal["_queue_seconds", b"_queue_seconds"]  # noqa: Y015
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_seconds) -> _WhichOneofReturnType__queue_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_seconds) -> _WhichOneofReturnType__ttft_seconds | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015

@@ -28,9 +28,9 @@ if _version_not_supported:
 
 class GenerationStub:
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     def __init__(self, channel):
@@ -88,9 +88,9 @@ class GenerationStub:
 
 class GenerationServicer:
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     def Generate(self, request, context):
@@ -210,9 +210,9 @@ def add_GenerationServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Generation:
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     @staticmethod

@@ -29,9 +29,9 @@ GRPC_VERSION: str
 
 class GenerationStub:
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     @_typing.overload
@@ -56,9 +56,9 @@ class GenerationStub:
 @_typing.type_check_only
 class GenerationAsyncStub(GenerationStub):
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,9 +79,9 @@ class GenerationAsyncStub(GenerationStub):
 
 class GenerationServicer(metaclass=_abc_1.ABCMeta):
     """The public service of a gateway, beside REST and with the same meaning, limits and errors. Metadata: `authorization`
-    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`. A deadline is honoured when there is one; cancelling the
-    call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or RetryInfo in the
-    details; inside GenerateBatch they are a Failure of one request.
+    (Bearer key) or `x-api-key`, `x-request-id`, `traceparent`, `tracestate`. A deadline is honoured when there is one;
+    cancelling the call frees the request's place in the mesh. Errors are gRPC status with google.rpc.BadRequest or
+    RetryInfo in the details; inside GenerateBatch they are a Failure of one request.
     """
 
     @_abc_1.abstractmethod
