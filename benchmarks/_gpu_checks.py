@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,7 +208,8 @@ def _slot_step(device: torch.device) -> Outputs:
 
 
 def check_nano(device: torch.device, report: Any) -> None:
-    """V4-nano on text: logits of a prompt's every token, greedy choices where the top-2 gap is clear, decode too."""
+    """V4-nano on text against both references, free and forced: logits of every token, greedy choices, decode too."""
+    from benchmarks._gpu_agreement import CpuModel, GpuForward, compare
     from benchmarks._gpu_model import NUMERICS
     from gateway.text.tokenizer import Tokenizer
     from meshkit.models import DEFAULT_MODEL
@@ -219,10 +219,13 @@ def check_nano(device: torch.device, report: Any) -> None:
 
     text = "Once upon a time there was a kind child called Mia who lived near the hill. She had a red ball. " * 40
     ids = Tokenizer.load(DEFAULT_MODEL).encode(text)[:700]
-    cpu = CpuExecutor.load(DEFAULT_MODEL, numerics=NUMERICS, slots=2, pages=8, tails=2, max_verify=1)
+    cpu = CpuModel(CpuExecutor.load(DEFAULT_MODEL, numerics=NUMERICS, slots=2, pages=8, tails=2, max_verify=1).model)
     checkpoint = load_checkpoint(DEFAULT_MODEL)
-    weights = WeightLoader(checkpoint, device).model()
-    _compare(cpu.model, checkpoint.config, weights, device, ids, "nano", report)
+    config, host = checkpoint.config, torch.device("cpu")
+    weights, mirrored = (WeightLoader(checkpoint, where).model() for where in (device, host))
+    for name, side in (("nano", cpu), ("nano_mirror", GpuForward(mirrored, config, host, graphs=False))):
+        free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
+        compare(side, {name: free, f"{name}_forced": forced}, ids, report)
 
 
 def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: int = 600) -> None:
@@ -230,6 +233,7 @@ def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: 
 
     All layers route by table: a random router's near-ties would choose other experts on either side of a rounding.
     """
+    from benchmarks._gpu_agreement import CpuModel, GpuForward, compare
     from benchmarks._gpu_model import NUMERICS, RandomSource
     from worker_svc.checkpoint.census import preset
     from worker_svc.gpu.weights import WeightLoader
@@ -252,7 +256,8 @@ def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: 
     cpu = builder.transformer(pools)
     weights = WeightLoader(source, device).model()
     ids = torch.randint(3, 4096, (tokens,), generator=_rng(51)).tolist()
-    _compare(cpu, config, weights, device, ids, "flash4", report)
+    free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
+    compare(CpuModel(cpu), {"flash4": free, "flash4_forced": forced}, ids, report)
 
 
 class Remembered:
@@ -282,61 +287,3 @@ class Remembered:
         """See RandomSource."""
         weight = self[name]
         return weight.float() if isinstance(weight, Tensor) else weight.dequantise()
-
-
-def _compare(cpu: Any, config: Any, weights: Any, device: torch.device, ids: list[int], name: str, report: Any) -> None:
-    """All but the last 40 ids as one chunk, ten as another, the rest token by token: logits of every token."""
-    from benchmarks._gpu_model import NUMERICS
-    from worker_svc.gpu.graphs import DecodeGraphs
-    from worker_svc.gpu.pools import GpuPools
-    from worker_svc.gpu.slots import DeviceSlots
-    from worker_svc.gpu.step import ChunkRow, chunk_step
-    from worker_svc.gpu.transformer import Transformer
-    from worker_svc.kv.layout import KvLayout
-    from worker_svc.model.step import ForwardInputs, Row
-    from worker_svc.ops.slot_step import Field
-
-    layout = KvLayout(config=config, numerics=NUMERICS, max_verify=1)
-    pools = GpuPools(layout, slots=2, pages=8, tails=2, device=device)
-    model = Transformer(weights, config, pools, max_context=2048, max_tokens=1024)
-    slots, pages = DeviceSlots(2, 8, device), [3, 1, 5, 0]
-    fields = slots.tables.fields
-    slots.tables.pages[1, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device=device)
-    graphs = DecodeGraphs(model, pools, slots.tables, lambda *_: None, on=True)
-    wanted, found = [], []
-    cuts = (len(ids) - 40, len(ids) - 30, *range(len(ids) - 29, len(ids) + 1))
-    start = 0
-    for end in cuts:
-        part = ids[start:end]
-        row = Row(slot=1, start=start, length=len(part), pages=pages, num_samples=len(part))
-        with torch.inference_mode():
-            wanted.append(cpu.forward(ForwardInputs(torch.tensor(part), (row,))))
-            if len(part) > 1:
-                rows = (ChunkRow(slot=1, start=start, length=len(part), pages=pages),)
-                step = chunk_step(np.array(part), rows, range(len(part)), slots.tables, pools)
-                found.append(model.forward(step)[0].cpu())
-            else:
-                bucket = graphs.bucket(2)
-                bucket.rows.copy_(torch.tensor([1, -1], dtype=torch.int32))
-                fields[Field.LENGTH, 1], fields[Field.NEXT, 1] = start, part[0]
-                graphs.forward(bucket)
-                found.append(bucket.logits[:1].cpu())
-        start = end
-    for kind, a, b in (("chunk", found[:2], wanted[:2]), ("decode", found[2:], wanted[2:])):
-        got, ref = torch.cat(a), torch.cat(b)
-        cosine = torch.cosine_similarity(got, ref)
-        top = ref.topk(2).values
-        clear = top[:, 0] - top[:, 1] > 0.05
-        agree = (got.argmax(1) == ref.argmax(1))[clear].float().mean()
-        report.row(
-            "check",
-            model=name,
-            kind=kind,
-            cosine_mean=float(cosine.mean()),
-            cosine_least=float(cosine.min()),
-            agreement=float(agree),
-            tokens=len(got),
-            clear=int(clear.sum()),
-        )
-        report.metrics[f"{name}_{kind}_cosine"] = round(float(cosine.mean()), 6)
-        report.metrics[f"{name}_{kind}_agreement"] = round(float(agree), 4)
