@@ -22,6 +22,8 @@ from worker_svc.compute import ComputeThread
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import StepOutcome, StepWork
 from worker_svc.gpu.executor import Flight, GpuExecutor
+from worker_svc.gpu.loading import warm_up
+from worker_svc.kernel_cache import CompileWatch
 from worker_svc.loop import WorkerLoop
 from worker_svc.masks.source import MaskSource
 
@@ -81,6 +83,9 @@ async def drive(bench: Bench, rows: int, steps: int) -> Marked:
 def measure(bench: Bench, rows: int, steps: int, report: Any) -> None:
     """Share of time without work on the device, gaps and step time."""
     bench.executor.capture()
+    warm_up(bench.executor, bench.executor.info, 4096)
+    watch = CompileWatch.of_environment()
+    bench.executor.watch(watch)
     marked = asyncio.run(drive(bench, rows, steps))
     torch.cuda.synchronize()
     marks = marked.marks[-steps - 20 : -20]
@@ -96,5 +101,6 @@ def measure(bench: Bench, rows: int, steps: int, report: Any) -> None:
         gap_p50_us=gaps[len(gaps) // 2] * 1e3,
         gap_p99_us=gaps[int(len(gaps) * 0.99)] * 1e3,
         idle_share=share,
+        compiled_while_serving=watch.total,
     )
     report.metrics[f"gpu_idle_share_b{rows}"] = round(share, 5)

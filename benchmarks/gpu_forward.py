@@ -1,8 +1,8 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers (kernels alone:
-`gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all, with the counted bytes and
-operations, after every section.
+Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers, coldstart
+(kernels alone: `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all after every
+section, with the counted bytes and operations.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -231,6 +231,15 @@ def transformers(lab: Lab, report: Report, options: argparse.Namespace) -> None:
         report.metrics["speedup_vs_transformers_b64"] = round(theirs / ours, 2)
 
 
+def coldstart(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Process start to ready, with empty kernel caches and with packed ones."""
+    from benchmarks._gpu_coldstart import measure as starts
+
+    del options
+    lab.forget()
+    starts(lab.config, report)
+
+
 def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """Where a prompt's time goes."""
     from benchmarks._gpu_profile import profile_prefill
@@ -266,6 +275,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "launches": launches,
     "prefill_profile": prefill_profile,
     "transformers": transformers,
+    "coldstart": coldstart,
 }
 
 

@@ -146,6 +146,7 @@ class CompileWatch:
     def __init__(self, roots: Mapping[str, Path]) -> None:
         self._roots = dict(roots)
         self._known: set[str] = set()
+        self.total = 0  # compiles told of so far
 
     @staticmethod
     def of_environment() -> CompileWatch:
@@ -168,6 +169,7 @@ class CompileWatch:
         self._known |= names
         for name in fresh:
             log.warning("a kernel was compiled while serving: %s", name)
+        self.total += len(fresh)
         return len(fresh)
 
     def _names(self) -> set[str]:

@@ -3,6 +3,8 @@
 import json
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +31,7 @@ from worker_svc.kv.layout import KvLayout
 from worker_svc.loaded import Loaded
 from worker_svc.loading import LoadProgress
 from worker_svc.ops import registry
+from worker_svc.sampling import VocabRules
 
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
@@ -49,35 +52,66 @@ def load(config: WorkerConfig) -> Loaded:
     check_memory(config, folder, torch.cuda.mem_get_info(device)[0])
     progress = LoadProgress()
     checkpoint = load_checkpoint(folder, progress=lambda done, total: progress("read", done, total))
-    numerics = gpu_numerics(checkpoint, config)
-    layout = KvLayout(config=checkpoint.config, numerics=numerics, max_verify=MAX_VERIFY)
+    laps: dict[str, float] = {}
+    loaded = from_source(config, folder, checkpoint, device, rules_of(folder, checkpoint), laps, progress)
+    progress.close()
+    spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in laps.items())
+    log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
+    log.info("READY %.1f s: %s", time.perf_counter() - start, spent)
+    return loaded
+
+
+def from_source(
+    config: WorkerConfig,
+    folder: Path,
+    source: WeightSource,
+    device: torch.device,
+    rules: VocabRules,
+    laps: dict[str, float],
+    progress: LoadProgress | None = None,
+) -> Loaded:
+    """Weights, pools, graphs, warm-up. `laps` gets the seconds of each; `folder` has the config, weights or not."""
+    numerics = gpu_numerics(source, config)
+    layout = KvLayout(config=source.config, numerics=numerics, max_verify=MAX_VERIFY)
     log.info("loading %s on %s: %s", folder.name, torch.cuda.get_device_name(device), numerics.describe())
     slots, step_tokens = config.slots or SLOTS, config.max_step_tokens or STEP_TOKENS
-    weights = WeightLoader(checkpoint, device).model(lambda done, total: progress("build", done, total))
-    progress.close()
-    pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
-    pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
-    info = ModelInfo(
-        name=config.served_model_name or served_name(folder),
-        revision=revision_of(folder),
-        vocab_size=checkpoint.config.vocab_size,
-        max_context=min(checkpoint.config.max_position_embeddings, pages * PAGE_TOKENS),
-        eos_ids=(checkpoint.config.eos_token_id,),
-        kv_layout_id=f"{layout.layout_id}-gpu",  # pages hold other bytes than those of the CPU
-        layers=len(layout.ratios),
-    )
-    model = Transformer(weights, checkpoint.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
-    executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules_of(folder, checkpoint), max_rows=slots)
-    executor.capture()
-    warm_up(executor, info, step_tokens)
+    with _lap(laps, "weights"):
+        told = None if progress is None else lambda done, total: progress("build", done, total)
+        weights = WeightLoader(source, device).model(told)
+        torch.cuda.synchronize(device)
+    with _lap(laps, "pools"):
+        pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
+        pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
+        info = ModelInfo(
+            name=config.served_model_name or served_name(folder),
+            revision=revision_of(folder),
+            vocab_size=source.config.vocab_size,
+            max_context=min(source.config.max_position_embeddings, pages * PAGE_TOKENS),
+            eos_ids=(source.config.eos_token_id,),
+            kv_layout_id=f"{layout.layout_id}-gpu",  # pages hold other bytes than those of the CPU
+            layers=len(layout.ratios),
+        )
+        model = Transformer(weights, source.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
+        executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules, max_rows=slots)
+        torch.cuda.synchronize(device)
+    with _lap(laps, "graphs"):
+        executor.capture()
+        torch.cuda.synchronize(device)
+    with _lap(laps, "warm-up"):
+        warm_up(executor, info, step_tokens)
     executor.watch(CompileWatch.of_environment())
-    log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
-    log.info("READY %.1f s", time.perf_counter() - start)
     return Loaded(
         executor,
         info,
         PoolConfig(slots=slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
     )
+
+
+@contextmanager
+def _lap(laps: dict[str, float], name: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    laps[name] = time.perf_counter() - begin
 
 
 def prepare_kernels(config: WorkerConfig, folder: Path) -> None:
@@ -118,7 +152,6 @@ def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:
 
 def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:
     """Prefill chunks of the sizes that choose kernels, up to the largest step: nothing compiles while serving."""
-    begin = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     most = min(step_tokens, info.max_context - 1)
     for tokens in sorted({min(size, most) for size in (*WARM_SIZES, most)}):
@@ -126,7 +159,6 @@ def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:
         ids = tuple(3 + at % (info.vocab_size - 3) for at in range(tokens))
         row = RowWork(slot=0, ids=ids, pages=range(-(-tokens // PAGE_TOKENS)))
         executor.run(StepWork(inits=(init,), rows=(row,)))
-    log.info("warm-up ok in %.1f s", time.perf_counter() - begin)
 
 
 def gpu() -> torch.device:

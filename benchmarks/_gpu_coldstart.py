@@ -1,0 +1,102 @@
+"""From process start to ready on a GPU, Flash-shaped layers, kernel caches empty and packed; and what precache costs.
+
+    python -m benchmarks._gpu_coldstart FOLDER CACHE
+
+is one start: a worker's own loading code over a config and weights drawn on the device in place of files, so that
+"beyond weight loading" means what it says. It prints a JSON line.
+"""
+# mypy: disallow-untyped-calls=False
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from meshkit.config import environment
+
+SLOTS, STEP_TOKENS, LIMIT_S = 64, 8192, 420
+
+
+def start(folder: Path, cache: str) -> dict[str, Any]:
+    """Load as a worker does; seconds since this process began, in parts."""
+    born = psutil.Process().create_time()
+    import torch
+
+    from benchmarks._gpu_model import RandomSource
+    from worker_svc.checkpoint.config import V4Config
+    from worker_svc.config import WorkerConfig
+    from worker_svc.gpu import loading
+    from worker_svc.kernel_cache import CompileWatch
+    from worker_svc.sampling import VocabRules
+
+    laps = {"imports": time.time() - born}
+    begin = time.perf_counter()
+    config = WorkerConfig(device="cuda", model=str(folder), kernel_cache=cache, slots=SLOTS)
+    device = loading.gpu()
+    torch.zeros(1, device=device)
+    loading.prepare_kernels(config, folder)
+    watch = CompileWatch.of_environment()
+    known = watch.ready()
+    shape = V4Config.load(folder)
+    laps["device"] = time.perf_counter() - begin
+    rules = VocabRules(vocab_size=shape.vocab_size, eos_ids=(shape.eos_token_id,))
+    loading.from_source(config, folder, RandomSource(shape, device), device, rules, laps)
+    ready = time.time() - born
+    return laps | {"ready": ready, "beyond_weights": ready - laps["weights"], "known": known, "compiled": watch.new()}
+
+
+def measure(config: Any, report: Any) -> None:
+    """A start with empty caches, precache over what that left, pack, unpack elsewhere, a start with those."""
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        folder = home / "flash8"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+        _row(report, "empty", _child([str(folder), str(home / "first")]))
+        mesh = [sys.executable, "-m", "meshkit.cli", "precache", str(folder), "--slots", str(SLOTS)]
+        archive = home / "kernels.tar.gz"
+        for what, line in (
+            ("precache", [*mesh, "--cache-dir", str(home / "first"), "--pack", str(archive)]),
+            ("unpack", [*mesh, "--cache-dir", str(home / "second"), "--unpack", str(archive)]),
+        ):
+            begin = time.perf_counter()
+            done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=_environment(), timeout=LIMIT_S)
+            report.row(
+                "coldstart",
+                what=what,
+                status=done.returncode,
+                seconds=time.perf_counter() - begin,
+                megabytes=archive.stat().st_size / 1e6 if archive.exists() else 0.0,
+                said=" | ".join(done.stdout.split("\n"))[:160],
+            )
+        _row(report, "packed", _child([str(folder), str(home / "second")]))
+
+
+def _row(report: Any, caches: str, found: dict[str, Any]) -> None:
+    report.row("coldstart", caches=caches, **found)
+    for key in ("ready", "beyond_weights", "compiled"):
+        report.metrics[f"coldstart_{caches}_{key}"] = round(found[key], 2)
+
+
+def _child(args: list[str]) -> dict[str, Any]:
+    line = [sys.executable, "-m", "benchmarks._gpu_coldstart", *args]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=_environment(), timeout=LIMIT_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment() -> dict[str, str]:
+    """Ours without what names cache folders: `--kernel-cache` decides."""
+    from meshkit.kernel_cache import VARIABLES
+
+    kept = {name: value for name, value in environment().items() if name not in VARIABLES}
+    return kept | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(start(Path(sys.argv[1]), sys.argv[2])) + "\n")
