@@ -14,7 +14,7 @@ RequestId = NewType("RequestId", bytes)
 PAGE_TOKENS = 256
 """Tokens of compressed KV in one page: lcm(4 * 64, 128), so no compression window is open at a page boundary."""
 
-PROTO_REV = 1
+PROTO_REV = 2
 """Refused at Hello when two processes disagree."""
 
 NO_GRAMMAR_SERVICE = "scheduler.grammar"
@@ -73,6 +73,10 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()  # (token id, addend)
     top_logprobs: int = NO_LOGPROBS  # -1 none, 0 the chosen token only, 1..20 alternatives beside it
+    logprob_ids: tuple[int, ...] = ()  # more ids whose values follow the alternatives'
+    allowed_ids: tuple[int, ...] = ()  # nothing else is drawn; empty = off
+    bad_words: tuple[tuple[int, ...], ...] = ()  # ids that the output must not hold in a row
+    given_ids: tuple[int, ...] = ()  # the output begins with these, whatever else is asked: their values are wanted
 
     @property
     def reads_prompt(self) -> bool:
@@ -81,7 +85,12 @@ class SamplingParams:
 
     @property
     def reads_output(self) -> bool:
-        """True if a penalty counts emitted tokens, so a resume must carry them."""
+        """True if emitted tokens decide about the next ones, so a resume must carry them."""
+        return self.counts_output or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def counts_output(self) -> bool:
+        """True if a penalty counts emitted tokens."""
         return self.reads_prompt or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

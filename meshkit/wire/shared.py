@@ -3,6 +3,7 @@
 import math
 from typing import Final
 
+import numpy as np
 from meshpb.v1 import common_pb2 as pb
 
 from meshkit.errors import WireError
@@ -11,6 +12,7 @@ from meshkit.types import NO_LOGPROBS, GrammarKind, GrammarSource, ModelInfo, Sa
 from meshkit.wire import columns as c
 
 MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128  # with the alternatives and the token itself fewer than the 255 that an entry can hold
 MAX_GRAMMAR_BYTES = 1 << 20  # the grammar service's own limits are lower and say what to do
 
 
@@ -31,6 +33,11 @@ def put_params(params: SamplingParams) -> pb.SamplingParams:
         bias_ids=c.put_i32([token for token, _ in params.bias]),
         bias_values=c.put_f32([value for _, value in params.bias]),
         top_logprobs=params.top_logprobs,
+        logprob_ids=c.put_i32(params.logprob_ids),
+        allowed_ids=c.put_i32(params.allowed_ids),
+        bad_word_lengths=c.put_u8(np.array([len(word) for word in params.bad_words], np.uint8)),
+        bad_word_ids=c.put_i32([token for word in params.bad_words for token in word]),
+        given_ids=c.put_i32(params.given_ids),
     )
 
 
@@ -51,7 +58,27 @@ def get_params(message: pb.SamplingParams) -> SamplingParams:
         stop_ids=c.get_ints(message.stop_ids, "params.stop_ids"),
         bias=tuple(zip(bias_ids.tolist(), bias_values.tolist(), strict=True)),
         top_logprobs=c.get_int(message.top_logprobs, "params.top_logprobs", low=NO_LOGPROBS, high=MAX_TOP_LOGPROBS),
+        logprob_ids=_bounded(c.get_ints(message.logprob_ids, "params.logprob_ids"), MAX_LOGPROB_IDS),
+        allowed_ids=c.get_ints(message.allowed_ids, "params.allowed_ids"),
+        bad_words=_words(message),
+        given_ids=c.get_ints(message.given_ids, "params.given_ids"),
     )
+
+
+def _words(message: pb.SamplingParams) -> tuple[tuple[int, ...], ...]:
+    if not message.bad_word_lengths and not message.bad_word_ids:
+        return ()
+    lengths = c.get_u8(message.bad_word_lengths, "params.bad_word_lengths", low=1)
+    ids = c.get_ints(message.bad_word_ids, "params.bad_word_ids")
+    c.check_sum(lengths, len(ids), "params.bad_word_lengths", "params.bad_word_ids")
+    ends = lengths.cumsum(dtype=int).tolist()
+    return tuple(ids[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True))
+
+
+def _bounded(ids: tuple[int, ...], most: int) -> tuple[int, ...]:
+    if len(ids) > most:
+        raise WireError(f"params.logprob_ids: {len(ids)} ids; allowed are {most}")
+    return ids
 
 
 def put_grammar(grammar: GrammarSource | None) -> pb.GrammarSource | None:

@@ -1,12 +1,14 @@
 """From logits to tokens: a pure function of (logits, parameters, seed, choice, output position), row by row.
 
-Order: penalties, bias, masks, temperature, top-k, top-p, min-p, then argmax of logits + Gumbel noise; greedy adds
-no noise. The lowest token id wins every tie. Rows are computed one at a time, so that batch companions cannot
-change a bit. Log-probabilities are those of the model itself, before any of that. Runs on the CPU in numpy.
+Given ids are not drawn: they are taken as they stand. Order: penalties, bias, masks (of the model, the request's
+allowed ids and bad words, its grammar), temperature, top-k, top-p, min-p, then argmax of logits + Gumbel noise;
+greedy adds no noise. The lowest token id wins every tie. Rows are computed one at a time, so that batch companions
+cannot change a bit. Log-probabilities are those of the model itself, before any of that. Runs on the CPU in numpy.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -57,7 +59,9 @@ class RowSampling:
     bias_ids: Ids = field(init=False, repr=False, compare=False)
     bias_values: Floats = field(init=False, repr=False, compare=False)
     early_ids: Ids = field(init=False, repr=False, compare=False)  # not before min_tokens
-    is_plain: bool = field(init=False, repr=False, compare=False)  # no penalty, no bias
+    refused_ids: Ids = field(init=False, repr=False, compare=False)  # not allowed, or bad words of one token
+    phrases: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)  # longer bad words
+    is_plain: bool = field(init=False, repr=False, compare=False)  # no penalty, no bias, nothing refused
 
     def __post_init__(self) -> None:
         p, rules = self.params, self.rules
@@ -66,7 +70,10 @@ class RowSampling:
         object.__setattr__(self, "bias_ids", np.array([i for i, _ in p.bias], dtype=np.int64))
         object.__setattr__(self, "bias_values", np.array([v for _, v in p.bias], dtype=np.float32))
         object.__setattr__(self, "early_ids", np.array(sorted(set(stops)), dtype=np.int64))
-        object.__setattr__(self, "is_plain", not (p.reads_output or p.bias))
+        object.__setattr__(self, "refused_ids", refused_ids(p, rules.vocab_size))
+        object.__setattr__(self, "phrases", tuple(word for word in p.bad_words if len(word) > 1))
+        plain = not (p.counts_output or p.bias or p.allowed_ids or p.bad_words)
+        object.__setattr__(self, "is_plain", plain)
 
     @property
     def is_greedy(self) -> bool:
@@ -74,18 +81,30 @@ class RowSampling:
         return self.params.temperature < GREEDY_BELOW
 
 
+def refused_ids(params: SamplingParams, vocab_size: int) -> Ids:
+    """What is never drawn for a request: all but its allowed ids, and its bad words of one token."""
+    refused = np.zeros(vocab_size, dtype=np.bool_)
+    if params.allowed_ids:
+        refused[:] = True
+        refused[np.array(params.allowed_ids, dtype=np.int64)] = False
+    refused[np.array([word[0] for word in params.bad_words if len(word) == 1], dtype=np.int64)] = True
+    return np.flatnonzero(refused)
+
+
 class SamplerState:
-    """What one slot has to remember between steps: which tokens were seen, if a penalty asks for it.
+    """What one slot has to remember between steps: which tokens were seen, if a penalty asks for it, and the last ones,
+    if a bad word may go on from them.
 
     Presence and frequency penalties count emitted tokens; the repetition penalty also reads the prompt.
     """
 
-    __slots__ = ("_counts", "_seen", "row")
+    __slots__ = ("_counts", "_last", "_seen", "row")
 
     def __init__(self, row: RowSampling, *, prompt: Sequence[int] = (), emitted: Sequence[int] = ()) -> None:
         self.row = row
         vocab, p = row.rules.vocab_size, row.params
-        self._counts = np.zeros(vocab, dtype=np.int32) if p.reads_output else None
+        self._counts = np.zeros(vocab, dtype=np.int32) if p.counts_output else None
+        self._last: deque[int] = deque(maxlen=max((len(word) - 1 for word in row.phrases), default=0))
         self._seen = np.zeros(vocab, dtype=np.bool_) if p.reads_prompt else None
         if self._seen is not None and len(prompt):
             self._seen[np.asarray(prompt, dtype=np.int64)] = True
@@ -93,12 +112,20 @@ class SamplerState:
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Book emitted tokens: call once for every token that stays."""
+        self._last.extend(tokens)
         if self._counts is None or not len(tokens):
             return
         ids = np.asarray(tokens, dtype=np.int64)
         np.add.at(self._counts, ids, 1)
         if self._seen is not None:
             self._seen[ids] = True
+
+    def forbid(self, logits: Floats, ahead: Sequence[int]) -> None:
+        """Take out, in place, what would end a bad word after the emitted tokens and the drafted ones `ahead`."""
+        last = (*self._last, *ahead)
+        for word in self.row.phrases:
+            if last[-len(word) + 1 :] == word[:-1]:
+                logits[word[-1]] = -np.inf
 
     def penalise(self, logits: Floats, ahead: Sequence[int]) -> None:
         """Apply the three penalties in place, as if the drafted tokens `ahead` had been emitted too."""
@@ -155,23 +182,28 @@ def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sampled]:
 def _sample_row(raw: Floats, row: RowState) -> Sampled:
     sampling = row.state.row
     assert raw.shape == (sampling.rules.vocab_size,), (raw.shape, sampling.rules.vocab_size)
+    params = sampling.params
     token = _plain_greedy(raw, row)
     if token is None:
         if not np.isfinite(raw.max()):  # NaN, +inf, or nothing but -inf: a mask must not hide it
             return Sampled(-1, fault="broken_logits")
+        if row.position < len(params.given_ids):
+            given = params.given_ids[row.position]
+            return Sampled(given, _logprobs(raw, given, params.top_logprobs, params.logprob_ids))
         logits = _processed(raw, row)
         token = int(logits.argmax())
         if not np.isfinite(logits[token]):  # a bias, or a penalty, can overflow too
             return Sampled(-1, fault="nothing_allowed" if np.isneginf(logits[token]) else "broken_logits")
         if not sampling.is_greedy:
             token = _draw(logits, sampling, row.position)
-    return Sampled(token, _logprobs(raw, token, sampling.params.top_logprobs))
+    return Sampled(token, _logprobs(raw, token, params.top_logprobs, params.logprob_ids))
 
 
 def _is_unchanged(row: RowState) -> bool:
-    """True if nothing but the masked ids stands between the model's logits and the temperature."""
+    """True if nothing but the ids that the model masks stands between its logits and the temperature."""
     sampling = row.state.row
-    return sampling.is_plain and row.mask is None and row.position >= sampling.params.min_tokens
+    first = max(sampling.params.min_tokens, len(sampling.params.given_ids))
+    return sampling.is_plain and row.mask is None and row.position >= first
 
 
 def _plain_greedy(raw: Floats, row: RowState) -> int | None:
@@ -193,6 +225,8 @@ def _processed(raw: Floats, row: RowState) -> Floats:
     if len(sampling.bias_ids):
         np.add.at(logits, sampling.bias_ids, sampling.bias_values)
     logits[sampling.rules.masked] = -np.inf
+    logits[sampling.refused_ids] = -np.inf
+    state.forbid(logits, row.ahead)
     if row.mask is not None:
         logits[~_allowed(row.mask, len(logits))] = -np.inf
     if row.position < sampling.params.min_tokens:
@@ -262,13 +296,13 @@ def _nucleus(scaled: Floats, ids: Ids, top_p: float) -> Ids:
     return ordered[: int(np.searchsorted(before, bound, side="left")) + 1]
 
 
-def _logprobs(raw: Floats, token: int, top: int) -> TokenLogprobs | None:
-    """log-softmax of the model's own logits for the token, then for the `top` most probable ones, best first."""
+def _logprobs(raw: Floats, token: int, top: int, more: tuple[int, ...]) -> TokenLogprobs | None:
+    """log-softmax of the model's own logits for the token, for the `top` most probable ones, best first, and `more`."""
     if top == NO_LOGPROBS:
         return None
     assert 0 <= top <= MAX_TOP_LOGPROBS, top
     values = raw.astype(np.float64)
     peak = values.max()
     norm = peak + np.log(np.exp(values - peak).sum())
-    ids = [token, *_highest(raw, np.arange(len(raw)), top).tolist()] if top else [token]
+    ids = [token, *(_highest(raw, np.arange(len(raw)), top).tolist() if top else ()), *more]
     return TokenLogprobs(tuple(ids), tuple((values[ids] - norm).astype(np.float32).tolist()))

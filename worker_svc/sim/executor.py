@@ -85,7 +85,7 @@ class SimExecutor:
         self._timeline = timeline
         self._free_ns = 0
         self._queue: deque[Launched] = deque()
-        self._logprobs: dict[int, int] = {}  # slots that asked -> alternatives
+        self._logprobs: dict[int, tuple[int, tuple[int, ...]]] = {}  # slots that asked -> alternatives, further ids
         self._constraints = Constraints()
         self._named: set[int] = set()  # constrained slots, as launched
 
@@ -140,7 +140,7 @@ class SimExecutor:
             state.init(init)
             self._logprobs.pop(init.slot, None)
             if init.params.top_logprobs >= 0:
-                self._logprobs[init.slot] = init.params.top_logprobs
+                self._logprobs[init.slot] = (init.params.top_logprobs, init.params.logprob_ids)
         for copy in work.copies:
             state.copy(copy.src, copy.dst)
         for tail in work.tail_loads:
@@ -209,7 +209,7 @@ class SimExecutor:
         if self._logprobs:
             for index in where.tolist():
                 if (wanted := self._logprobs.get(rows[index].slot)) is not None:
-                    outcomes[index] = self._with_logprobs(outcomes[index].tokens, wanted)
+                    outcomes[index] = self._with_logprobs(outcomes[index].tokens, *wanted)
         return tuple(outcomes)
 
     def _feed_chunks(self, work: StepWork, refused: Container[int]) -> None:
@@ -221,14 +221,14 @@ class SimExecutor:
             if row.ids:
                 self._slots.feed_chunk(row, saves.get(row.slot, ()), parked=row.slot in refused)
 
-    def _with_logprobs(self, tokens: tuple[int, ...], alternatives: int) -> RowOutcome:
+    def _with_logprobs(self, tokens: tuple[int, ...], alternatives: int, more: tuple[int, ...]) -> RowOutcome:
         """Values of the right shape: the token first, then alternatives of falling probability."""
         vocab = self.info.vocab_size
         entries = []
         for token in tokens:
             others = [(token + i) % vocab for i in range(min(alternatives, vocab))]
-            values = (-0.5, *(-0.5 - i for i in range(len(others))))
-            entries.append(TokenLogprobs((token, *others), values))
+            values = (-0.5, *(-0.5 - i for i in range(len(others))), *(-0.5 if id_ == token else -30.0 for id_ in more))
+            entries.append(TokenLogprobs((token, *others, *more), values))
         return RowOutcome(tokens, tuple(entries))
 
 

@@ -2,6 +2,7 @@
 
 A token follows from seed, choice, output position, length and the last 32 ids in front of it, so any lost, doubled or
 misplaced token changes all later ones. Like a V4 slot the state is resumable from a tail, or by feeding ids again.
+Given ids, allowed ids and bad words of one token are heeded as a sampler would; longer bad words are not looked for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from meshkit.types import PAGE_TOKENS
+from meshkit.types import PAGE_TOKENS, SamplingParams
 from worker_svc.core.work import RowWork, SlotInit
 
 U64 = NDArray[np.uint64]
@@ -41,6 +42,8 @@ class SlotArrays:
         self._least: I64 = np.zeros(slots, np.int64)
         self._ends: NDArray[np.bool_] = np.zeros(slots, np.bool_)  # EOS ends it
         self._stops: dict[int, frozenset[int]] = {}  # slots with further stop ids
+        self._given: dict[int, tuple[int, ...]] = {}  # slots whose output begins with ids that stand
+        self._allowed: dict[int, Words] = {}  # slots that may not draw everything
         self._seed: U64 = np.zeros(slots, np.uint64)
         self._digest: U64 = np.zeros(slots, np.uint64)
         self._ring: U64 = np.zeros((slots, WINDOW), np.uint64)  # id + 1 at position mod WINDOW, 0: nothing
@@ -58,6 +61,21 @@ class SlotArrays:
             self._stops[s] = more
         else:
             self._stops.pop(s, None)
+        self._given.pop(s, None)
+        self._allowed.pop(s, None)
+        if init.params.given_ids:
+            self._given[s] = init.params.given_ids
+        if (mask := self._mask_of(init.params)) is not None:
+            self._allowed[s] = mask
+
+    def _mask_of(self, params: SamplingParams) -> Words | None:
+        """What a request's own fields leave, or None: everything."""
+        bad = {word[0] for word in params.bad_words if len(word) == 1}
+        if not (params.allowed_ids or bad):
+            return None
+        left = set(params.allowed_ids or (*self.alphabet.tolist(), self.eos)) - bad
+        mask = _pack(np.array(sorted(left) or [self.eos], np.int64))
+        return np.pad(mask, (0, max(0, len(self._plain) - len(mask), (self.eos >> 5) + 1 - len(mask))))
 
     def copy(self, src: int, dst: int) -> None:
         """dst stands where src stands."""
@@ -102,12 +120,19 @@ class SlotArrays:
         if self._end_below:
             drawn = ((bits & np.uint64(0xFFFFFFFF)) < self._end_below) & ends & (emitted + 1 > self._least[slots])
             tokens = np.where(drawn, self.eos, tokens)
+        if self._allowed:
+            masks = self._narrowed(slots, masks)
         if masks:
             tokens = tokens.copy()
             for index, slot in enumerate(slots.tolist()):
                 if (mask := masks.get(slot)) is not None:
                     may_end = int(emitted[index]) + 1 > int(self._least[slot])
                     tokens[index] = self._legal(int(bits[index]), mask, may_end)
+        if self._given:
+            tokens = tokens.copy()
+            for index, slot in enumerate(slots.tolist()):
+                if (at := int(emitted[index])) < len(given := self._given.get(slot, ())):
+                    tokens[index] = given[at]
         emitted += 1
         over = (emitted >= self._most[slots]) | (ends & (tokens == self.eos))
         if self._stops:
@@ -118,6 +143,20 @@ class SlotArrays:
         self.finished[slots] = over
         self.length[slots] -= over  # who ends does not move on
         return tokens
+
+    def _narrowed(self, slots: Numbers, masks: Mapping[int, Words]) -> dict[int, Words]:
+        """The masks of these slots, each cut to what its request allows where that leaves anything."""
+        narrowed = dict(masks)
+        for slot in slots.tolist():
+            if (own := self._allowed.get(slot)) is None:
+                continue
+            both = own
+            if (mask := masks.get(slot)) is not None:
+                size = max(len(mask), len(own))
+                both = np.pad(mask, (0, size - len(mask))) & np.pad(own, (0, size - len(own)))
+                both = both if both.any() else mask
+            narrowed[slot] = both
+        return narrowed
 
     def _legal(self, bits: int, mask: Words, may_end: bool) -> int:
         """One of the tokens that the mask allows, by the hash: in one of four cases the end, where it is among them."""

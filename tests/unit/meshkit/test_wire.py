@@ -66,6 +66,10 @@ def params(draw):
         stop_ids=draw(INTS),
         bias=tuple(draw(st.lists(st.tuples(U31, FLOAT), max_size=3))),
         top_logprobs=draw(st.integers(-1, 20)),
+        logprob_ids=draw(INTS),
+        allowed_ids=draw(INTS),
+        bad_words=tuple(draw(st.lists(st.lists(U31, min_size=1, max_size=4).map(tuple), max_size=3))),
+        given_ids=draw(INTS),
     )
 
 

@@ -320,3 +320,65 @@ class TestLogprobs:
 
     def test_temperature_near_zero_is_greedy(self):
         assert one(logits(14), row(temperature=1e-30)).token == int(logits(14).argmax())
+
+    def test_further_ids_follow_the_alternatives(self):
+        expected = torch.log_softmax(logits(13)[0].double(), -1)
+        entry = one(logits(13), row(temperature=0.0, top_logprobs=1, logprob_ids=(9, 0))).logprobs
+        assert entry.ids[2:] == (9, 0) and len(entry.ids) == 4
+        assert np.allclose(entry.values[2:], [expected[9], expected[0]], atol=1e-6)
+        assert one(logits(13), row(logprob_ids=(9,))).logprobs is None
+
+
+class TestRefusedIds:
+    def test_only_allowed_ids_are_drawn(self):
+        params = {"temperature": 1.5, "allowed_ids": (4, 7, 30)}
+        drawn = {one(logits(3), row(position, **params)).token for position in range(200)}
+        assert drawn == {4, 7, 30}
+        assert one(logits(3), row(temperature=0.0, allowed_ids=(4,))).token == 4
+
+    def test_a_bad_word_of_one_token_is_never_drawn(self):
+        best = int(logits(5).argmax())
+        assert one(logits(5), row(temperature=0.0)).token == best
+        assert one(logits(5), row(temperature=0.0, bad_words=((best,),))).token != best
+
+    def test_a_longer_bad_word_is_cut_before_its_last_token(self):
+        best = int(logits(5).argmax())
+        params = {"temperature": 0.0, "bad_words": ((8, 9, best), (3, best))}
+        for emitted, ahead, refused in (
+            ((), (), False),
+            ((9,), (), False),
+            ((8, 9), (), True),
+            ((1, 8, 9), (), True),
+            ((8, 9, 2), (), False),
+            ((7, 3), (), True),
+            ((8,), (9,), True),
+            ((3,), (4,), False),
+        ):
+            token = one(logits(5), row(2, emitted=emitted, ahead=ahead, **params)).token
+            assert (token != best) is refused, (emitted, ahead)
+
+    def test_what_was_drawn_counts_and_a_resumed_slot_knows_it(self):
+        best = int(logits(5).argmax())
+        asked = row(temperature=0.0, bad_words=((3, best),))
+        assert asked.state.row.params.reads_output
+        asked.state.accept([3])
+        assert one(logits(5), asked).token != best
+        asked.state.accept([4])
+        assert one(logits(5), asked).token == best
+
+    def test_nothing_left_is_a_fault(self):
+        assert one(logits(), row(allowed_ids=(4,), bad_words=((4,),))).fault == "nothing_allowed"
+
+
+class TestGivenIds:
+    def test_stand_whatever_else_is_asked_and_what_follows_is_drawn(self):
+        params = {"temperature": 1.0, "given_ids": (5, 1, 6), "min_tokens": 9, "allowed_ids": (40,), "top_logprobs": 0}
+        results = [one(logits(position), row(position, **params)) for position in range(4)]
+        assert [result.token for result in results] == [5, 1, 6, 40]
+        expected = torch.log_softmax(logits(1)[0].double(), -1)
+        assert abs(results[1].logprobs.values[0] - float(expected[1])) < 1e-6
+
+    def test_broken_logits_are_not_hidden(self):
+        values = logits()
+        values[0, 3] = float("nan")
+        assert one(values, row(given_ids=(5,))).fault == "broken_logits"

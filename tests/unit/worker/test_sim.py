@@ -307,3 +307,18 @@ def test_steps_behind_a_constrained_one_are_computed_in_order():
     assert not masks.asked[1][3], "the other row does not wait"
     direct = executor.launch(StepWork(rows=(RowWork(slot=0, pages=PAGES),)))
     assert direct.rows is not None and executor.collect(direct).rows[0].tokens == (plain[2],)
+
+
+def test_given_and_allowed_ids_are_heeded():
+    plain = answer(prompt(9), 6)
+    given = answer(prompt(9), 6, given_ids=(77, 78, 79), top_logprobs=0)
+    assert given[:3] == [77, 78, 79] and given[3:] != plain[3:]
+    assert set(answer(prompt(9), 30, allowed_ids=(20, 300, 450))) == {20, 300, 450}
+    assert plain[2] not in answer(prompt(9), 30, bad_words=((plain[2],),))
+
+
+def test_values_of_further_ids_follow_the_alternatives():
+    executor = device()
+    work = StepWork(rows=(chunk(prompt(9)),), inits=(init(top_logprobs=2, logprob_ids=(400, 7)),))
+    (row,) = executor.collect(executor.launch(work)).rows
+    assert row.logprobs[0].ids[3:] == (400, 7) and len(row.logprobs[0].values) == 5

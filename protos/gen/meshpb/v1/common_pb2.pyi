@@ -78,6 +78,11 @@ class SamplingParams(_message.Message):
     BIAS_IDS_FIELD_NUMBER: _builtins.int
     BIAS_VALUES_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROB_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_LENGTHS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_IDS_FIELD_NUMBER: _builtins.int
+    GIVEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy"""
     top_k: _builtins.int
@@ -101,6 +106,16 @@ class SamplingParams(_message.Message):
     """f32[], one per bias id"""
     top_logprobs: _builtins.int
     """-1 none, 0 chosen token only, 1..20 alternatives beside it"""
+    logprob_ids: _builtins.bytes
+    """i32[]; their values follow the alternatives'"""
+    allowed_ids: _builtins.bytes
+    """i32[]; empty = all"""
+    bad_word_lengths: _builtins.bytes
+    """u8[], one per word"""
+    bad_word_ids: _builtins.bytes
+    """i32[], of all words in a row"""
+    given_ids: _builtins.bytes
+    """i32[]; the output begins with them"""
     def __init__(
         self,
         *,
@@ -118,10 +133,15 @@ class SamplingParams(_message.Message):
         bias_ids: _builtins.bytes = ...,
         bias_values: _builtins.bytes = ...,
         top_logprobs: _builtins.int = ...,
+        logprob_ids: _builtins.bytes = ...,
+        allowed_ids: _builtins.bytes = ...,
+        bad_word_lengths: _builtins.bytes = ...,
+        bad_word_ids: _builtins.bytes = ...,
+        given_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_word_ids", b"bad_word_ids", "bad_word_lengths", b"bad_word_lengths", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "frequency_penalty", b"frequency_penalty", "given_ids", b"given_ids", "ignore_eos", b"ignore_eos", "logprob_ids", b"logprob_ids", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
