@@ -75,11 +75,10 @@ def from_source(
     layout = KvLayout(config=source.config, numerics=numerics, max_verify=MAX_VERIFY)
     log.info("loading %s on %s: %s", folder.name, torch.cuda.get_device_name(device), numerics.describe())
     slots, step_tokens = config.slots or SLOTS, config.max_step_tokens or STEP_TOKENS
-    with _lap(laps, "weights"):
+    with _lap(laps, "weights", device):
         told = None if progress is None else lambda done, total: progress("build", done, total)
         weights = WeightLoader(source, device).model(told)
-        torch.cuda.synchronize(device)
-    with _lap(laps, "pools"):
+    with _lap(laps, "pools", device):
         pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
         pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
         info = ModelInfo(
@@ -93,11 +92,9 @@ def from_source(
         )
         model = Transformer(weights, source.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
         executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules, max_rows=slots)
-        torch.cuda.synchronize(device)
-    with _lap(laps, "graphs"):
+    with _lap(laps, "graphs", device):
         executor.capture()
-        torch.cuda.synchronize(device)
-    with _lap(laps, "warm-up"):
+    with _lap(laps, "warm-up", device):
         warm_up(executor, info, step_tokens)
     executor.watch(CompileWatch.of_environment())
     return Loaded(
@@ -108,9 +105,11 @@ def from_source(
 
 
 @contextmanager
-def _lap(laps: dict[str, float], name: str) -> Iterator[None]:
+def _lap(laps: dict[str, float], name: str, device: torch.device) -> Iterator[None]:
     begin = time.perf_counter()
     yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     laps[name] = time.perf_counter() - begin
 
 
