@@ -141,15 +141,22 @@ def _decode_attention(device: torch.device, ratio: int) -> Outputs:
 
 
 def _chunk_attention(device: torch.device) -> Outputs:
+    """Against the reference with the library's roundings; lists have holes, and some end early."""
     from worker_svc.ops.sparse_attention import chunk_attention
+    from worker_svc.ops.sparse_attention.rows_ref import rounded_chunk_attention
 
     rng, tokens = _rng(21), 70
     q = torch.randn(tokens, 64, 512, generator=rng).bfloat16()
     keys = torch.randn(900, 512, generator=rng).bfloat16()
     index = torch.randint(0, 900, (tokens, 640), generator=rng, dtype=torch.int32)
     index[torch.rand(tokens, 640, generator=rng) < 0.3] = -1
-    sink = torch.randn(64, generator=rng)
-    return {"out": chunk_attention(q.to(device), keys.to(device), index.to(device), sink.to(device), 512**-0.5)}
+    index[::3, 290:] = -1
+    listed = (index >= 0).int() * torch.arange(1, 641)
+    args = (q, keys, index, torch.randn(64, generator=rng))
+    if device.type == "cpu":
+        return {"out": rounded_chunk_attention(*args, 512**-0.5)}
+    q, keys, index, sink = (part.to(device) for part in args)
+    return {"out": chunk_attention(q, keys, index, sink, 512**-0.5, listed.amax(1).int().to(device))}
 
 
 def _scored(device: torch.device, tokens: int) -> tuple[Tensor, Tensor]:

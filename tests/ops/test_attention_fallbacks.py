@@ -131,6 +131,20 @@ def test_prefill_over_a_workspace():
     assert distance(out, sparse_attention.chunk_attention(q, keys, index, sink, SCALE)) < 3e-3
 
 
+def test_chunks_with_the_librarys_roundings_stay_near_the_exact_ones():
+    from worker_svc.ops.sparse_attention import rows_ref
+
+    generator = torch.Generator().manual_seed(5)
+    q, keys = normal(generator, 5, 4, 512).bfloat16(), normal(generator, 300, 512).bfloat16()
+    index = torch.randint(0, 300, (5, 384), generator=generator).int()
+    index[1, 3:], index[0, ::7], index[2] = -1, -1, -1
+    sink = normal(generator, 4)
+    exact = sparse_attention.chunk_attention(q, keys, index, sink, SCALE)
+    rounded = rows_ref.rounded_chunk_attention(q, keys, index, sink, SCALE)
+    assert 1e-4 < distance(rounded, exact) < 3e-3
+    assert (rounded[2] == 0).all(), "a token without keys attends to nothing"
+
+
 @pytest.mark.parametrize("heads", [4, 32])
 def test_index_scores(heads):
     from worker_svc.ops.index_scores import triton

@@ -11,7 +11,7 @@ from torch import Tensor
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.gpu.overlap import Overlap
 from worker_svc.gpu.pools import LayerPools
-from worker_svc.gpu.step import ChunkStep, DecodeStep, EntryArea
+from worker_svc.gpu.step import JOINED_ROWS, ChunkStep, DecodeStep, EntryArea
 from worker_svc.gpu.weights import AttentionWeights
 from worker_svc.ops.attention_output import attention_output
 from worker_svc.ops.bf16_gemm import bf16_gemm
@@ -28,8 +28,6 @@ from worker_svc.ops.top_entries import top_entries, top_rows
 
 INDEX_HEADS = (32, 64)
 """What the scoring library takes; fewer heads are padded with weight zero."""
-JOINED_ROWS = 8
-"""Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel."""
 SCORE_BYTES = 1 << 29
 """Scores that exist at once in a chunk: queries are scored in groups of so many bytes."""
 
@@ -125,7 +123,7 @@ class Attention:
         """Fill `out`: the attention output turned back and quantised."""
         lists, rows, length = step.lists, None, None
         if index is not None:
-            rows, length = self._select(index, step, pools), step.top_len
+            rows, length = self._select(index, step, pools), lists.top_len
         elif self.ratio:
             rows, length = lists.c128_rows, lists.c128_len
         keys = (q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length)
@@ -181,7 +179,8 @@ class Attention:
             if index is not None and area.most > self.config.index_topk:
                 self._select_workspace(index, step, pools, area)
         keys = {0: lists.window_index, 4: lists.c4_index, 128: lists.c128_index}[self.ratio]
-        return chunk_attention(q, workspace, keys, self.weights.sink, self.scale)
+        reach = lists.c4_reach if self.ratio == 4 else None
+        return chunk_attention(q, workspace, keys, self.weights.sink, self.scale, reach)
 
     def _select_workspace(self, index: IndexQuery, step: ChunkStep, pools: LayerPools, area: EntryArea) -> None:
         """Fill the C4 lists behind the window with the chosen entries, some queries at a time."""

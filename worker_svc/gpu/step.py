@@ -6,7 +6,7 @@ per row the window before the chunk and the chunk's own keys, behind all rows th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,12 @@ from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
 from worker_svc.ops.index_scores import ScorePlan
 from worker_svc.ops.slot_step import Field
-from worker_svc.ops.sparse_attention import DecodePlan
+from worker_svc.ops.sparse_attention import DecodePlan, decode_plans
 from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, decode_lists
 
 Ints = npt.NDArray[np.int64]
+JOINED_ROWS = 8
+"""Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,10 @@ class DecodeStep:
     first_token: Tensor  # each is its own row: 0 .. B - 1
     sampled: Tensor  # tokens whose logits are wanted: all of them
     lists: DecodeLists
-    top_len: Tensor  # entries that an indexed layer reads: min(visible, index_topk)
     tables: SlotTables
     most_entries: int  # C4 entries of the longest sequence that may come
-    score_plan: ScorePlan = field(default_factory=ScorePlan)
-    plans: dict[int, DecodePlan] = field(default_factory=lambda: {ratio: DecodePlan() for ratio in (0, 4, 128)})
+    plans: dict[int, DecodePlan]  # by compression ratio; empty where `JOINED_ROWS` says that nobody asks
+    score_plan: ScorePlan
 
 
 def decode_step(
@@ -63,15 +64,19 @@ def decode_step(
 ) -> DecodeStep:
     """Fill the lists for these rows and describe the step."""
     decode_lists(positions, slots, tables.pages, tables.fresh_from, tables.write_from, ring=pools.ring, out=lists)
-    every = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    plans: dict[int, DecodePlan] = {}
+    if len(ids) > JOINED_ROWS:
+        heads = pools.layout.config.num_attention_heads
+        plans = decode_plans(lists.window_len, lists.top_len, lists.c128_len, heads)
     return DecodeStep(
         ids=ids,
         slots=slots,
         positions=positions,
-        first_token=every,
-        sampled=every,
+        first_token=lists.every,
+        sampled=lists.every,
         lists=lists,
-        top_len=lists.c4_len.clamp(max=lists.c4_rows.shape[1]),
+        plans=plans,
+        score_plan=ScorePlan(lists.scored, lists.pages),
         tables=tables,
         most_entries=tables.pages.shape[1] * 64,
     )

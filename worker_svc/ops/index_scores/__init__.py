@@ -41,9 +41,13 @@ def _backend(codes: Tensor) -> str:
 
 
 class ScorePlan:
-    """What all indexed layers share in one step: lengths, tables and schedule in the library's form."""
+    """What all indexed layers share in one step: lengths, tables and schedule in the library's form.
 
-    def __init__(self) -> None:
+    scored int32 [T], at least 1 each, and pages int32 [T, pages] are made here if they are not given.
+    """
+
+    def __init__(self, scored: Tensor | None = None, pages: Tensor | None = None) -> None:
+        self.scored, self.pages = scored, pages
         self.made: Any = None
 
 

@@ -27,9 +27,9 @@ def paged_scores(
     """See the door. The library refuses empty rows: those are scored as if they had one entry, which nobody reads."""
     library = package()
     if plan.made is None:
-        counted = lengths.clamp(min=1).unsqueeze(1)
+        counted = (lengths.clamp(min=1) if plan.scored is None else plan.scored).unsqueeze(1)
         schedule = library.get_paged_mqa_logits_metadata(counted, PAGE_ROWS, library.get_num_sms())
-        plan.made = counted, table.index_select(0, slots), schedule
+        plan.made = counted, table.index_select(0, slots) if plan.pages is None else plan.pages, schedule
     counted, pages, schedule = plan.made
     scores: Tensor = library.fp8_fp4_paged_mqa_logits(
         (codes.unsqueeze(1), None),

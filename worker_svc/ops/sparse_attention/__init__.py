@@ -13,6 +13,7 @@ from torch import Tensor
 from worker_svc.ops import registry
 from worker_svc.ops.kv_rows import FP8_PAGE_BYTES
 from worker_svc.ops.sparse_attention import ref, rows_ref
+from worker_svc.ops.split_plan import split_plans
 
 KEY_BLOCK = ref.KEY_BLOCK
 LIBRARY_HEADS = (64, 128)
@@ -45,10 +46,25 @@ def _backend(q: Tensor, pool: Tensor | None) -> str:
 
 
 class DecodePlan:
-    """What all layers of one kind share in one step: how the library splits the keys. Make a new one for each step."""
+    """What all layers of one kind share in one step: how the library splits the keys. Make a new one for each step.
 
-    def __init__(self) -> None:
+    parts int32 [P, 8] and splits int32 [B + 1] as `ops.split_plan` makes them; without them the library plans by itself
+    at the first call, with one thread.
+    """
+
+    def __init__(self, parts: Tensor | None = None, splits: Tensor | None = None) -> None:
+        self.parts, self.splits = parts, splits
         self.split: Any = None
+
+
+def decode_plans(near: Tensor, c4: Tensor, c128: Tensor, heads: int) -> dict[int, DecodePlan]:
+    """The plans of a step by compression ratio (0: window alone); near, c4, c128 int32 [B]: keys that a token reads."""
+    chosen = "torch" if not near.is_cuda else registry.backend("sparse_attention")
+    if chosen != "flash_mla" or heads not in LIBRARY_HEADS:
+        return {ratio: DecodePlan() for ratio in (0, 4, 128)}
+    processors = torch.cuda.get_device_properties(near.device).multi_processor_count
+    plans = split_plans(near, c4, c128, max(1, processors // (heads // 64)))
+    return {ratio: DecodePlan(plans.parts[i], plans.splits[i]) for i, ratio in enumerate((0, 4, 128))}
 
 
 def decode_attention(
@@ -85,16 +101,22 @@ def decode_attention(
     return out
 
 
-def chunk_attention(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """q BF16 [T, H, 512], keys BF16 [S, 512], index int32 [T, k] of rows of `keys`, -1 = none -> BF16 [T, H, 512]."""
+def chunk_attention(
+    q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, reach: Tensor | None = None
+) -> Tensor:
+    """q BF16 [T, H, 512], keys BF16 [S, 512], index int32 [T, k] of rows of `keys`, -1 = none -> BF16 [T, H, 512].
+
+    reach int32 [T]: from there on a list is -1 only; kernels that can skip the rest.
+    """
     assert q.shape[0] == index.shape[0] and index.shape[1] % 128 == 0, (q.shape, index.shape)
+    assert reach is None or (reach.dtype == torch.int32 and reach.shape == index.shape[:1]), "reach int32 [T]"
     chosen = _backend(q, None)
     if chosen == "torch":
         return rows_ref.chunk_attention(q, keys, index, sink, scale)
     if chosen == "flash_mla":
         from worker_svc.ops.sparse_attention import flash_mla
 
-        return flash_mla.chunk_attention(q, keys, index, sink, scale)
+        return flash_mla.chunk_attention(q, keys, index, sink, scale, reach)
     from worker_svc.ops.sparse_attention import triton
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

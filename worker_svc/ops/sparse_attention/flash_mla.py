@@ -1,7 +1,7 @@
 """Attention by FlashMLA (Hopper): 584-byte rows in decode, a BF16 workspace in prefill, sink included.
 
-The kernel takes any number of key splits; the plan of a step is made by its first layer of each kind and reused by the
-others, because it depends on the lengths alone.
+The kernel takes any plan of key splits: `ops.split_plan` makes those of a step, one for each kind of layer, because
+they depend on the lengths alone. Without one, the first layer of a kind makes it in one thread, for the others too.
 """
 
 from functools import cache
@@ -41,6 +41,7 @@ def decode_attention(
     library = package()
     if plan.split is None:
         plan.split = library.get_mla_metadata()[0]
+        plan.split.tile_scheduler_metadata, plan.split.num_splits = plan.parts, plan.splits
     out, _ = library.flash_mla_with_kvcache(
         q.unsqueeze(1),
         rows584(window),
@@ -62,8 +63,10 @@ def decode_attention(
     return attended
 
 
-def chunk_attention(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float) -> Tensor:
-    """See the door."""
+def chunk_attention(
+    q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, reach: Tensor | None = None
+) -> Tensor:
+    """See the door. Keys are read in pairs of blocks, 128 at a time: a shorter reach saves whole pairs."""
     out, _, _ = package().flash_mla_sparse_fwd(
         q,
         keys.unsqueeze(1),
@@ -71,7 +74,7 @@ def chunk_attention(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale:
         scale,
         HEAD_DIM,
         sink,
-        None,
+        reach,
         use_legacy=True,
         return_log2_lse=False,
     )

@@ -30,6 +30,10 @@ class DecodeLists:
     c128_rows: Tensor  # [T, W] rows of all visible entries
     c128_len: Tensor  # [T] (p + 1) // 128
     c128_write: Tensor  # [T]
+    top_len: Tensor  # [T] min(c4_len, k): entries that an indexed layer reads
+    scored: Tensor  # [T] max(c4_len, 1): entries that are scored; nobody reads the score of none
+    pages: Tensor  # [T, W] the token's block table as far as its entries reach
+    every: Tensor  # [T] 0 .. T - 1, a constant
 
     @staticmethod
     def allocate(tokens: int, max_context: int, device: torch.device | str, *, top_k: int = 512) -> "DecodeLists":
@@ -45,6 +49,10 @@ class DecodeLists:
             c128_rows=_filled(device, tokens, whole),
             c128_len=_filled(device, tokens),
             c128_write=_filled(device, tokens),
+            top_len=_filled(device, tokens),
+            scored=_filled(device, tokens),
+            pages=_filled(device, tokens, max(1, -(-max_context // 256))),
+            every=torch.arange(tokens, dtype=torch.int32, device=device),
         )
 
 
@@ -56,6 +64,7 @@ class ChunkLists:
     window_write: Tensor  # [T] ring row, -1 for tokens that a later one of the row overwrites
     c4_index: Tensor  # [T, 128 + k]: the window part is filled here; the rest if c4_len <= k, else -1, for top_entries
     c4_len: Tensor  # [T] visible entries
+    c4_reach: Tensor  # [T] 128 + min(visible, k): how far the list reaches
     c4_write: Tensor  # [T]
     c128_index: Tensor  # [T, 128 + W]: window part, then all visible entries
     c128_len: Tensor  # [T] 128 + visible entries: how far the list reaches
@@ -70,6 +79,7 @@ class ChunkLists:
             window_write=_filled(device, tokens),
             c4_index=_filled(device, tokens, WINDOW + -(-top_k // 128) * 128),
             c4_len=_filled(device, tokens),
+            c4_reach=_filled(device, tokens),
             c4_write=_filled(device, tokens),
             c128_index=_filled(device, tokens, WINDOW + whole),
             c128_len=_filled(device, tokens),

@@ -42,6 +42,9 @@ def decode_lists(
         taken = entry < visible.unsqueeze(1)
         if ratio == 4:
             taken = taken & (visible <= listed.shape[1]).unsqueeze(1)
+            out.top_len.copy_(visible.clamp(max=listed.shape[1]))
+            out.scored.copy_(visible.clamp(min=1))
+            _copy_pages(block_table[safe_slots], visible, out.pages)
         listed.copy_(torch.where(taken, entry_rows(block_table, safe_slots, entry, ratio), -1))
 
 
@@ -78,10 +81,18 @@ def chunk_lists(
         if ratio == 4:
             taken = taken & (visible <= entry.shape[1]).unsqueeze(1)
             out.c4_len.copy_(visible)
+            out.c4_reach.copy_(torch.where(live, WINDOW + visible.clamp(max=entry.shape[1]), 0))
         else:
             out.c128_len.copy_(torch.where(live, WINDOW + visible, 0))
         listed[:, :WINDOW] = window
         listed[:, WINDOW:] = torch.where(taken, base.unsqueeze(1) + entry, -1)
+
+
+def _copy_pages(table: Tensor, visible: Tensor, pages: Tensor) -> None:
+    """The first ceil(visible / 64) columns of `table` [T, n] into `pages`; the rest stays."""
+    width = min(table.shape[1], pages.shape[1])
+    kept = torch.arange(width) < -(-visible // 64).unsqueeze(1)
+    pages[:, :width] = torch.where(kept, table[:, :width], pages[:, :width])
 
 
 def entry_rows(block_table: Tensor, slots: Tensor, entry: Tensor, ratio: int) -> Tensor:

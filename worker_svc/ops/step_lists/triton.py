@@ -45,9 +45,13 @@ def _decode_lists(
     c128_rows,
     c128_len,
     c128_write,
+    top_len,
+    scored,
+    pages,
     ring,
     top_k,
     width,
+    pages_width,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -64,6 +68,13 @@ def _decode_lists(
     oldest_written = tl.load(write_from + slot)
     visible = (position + 1) // 4
     tl.store(c4_len + token, visible)
+    tl.store(top_len + token, tl.minimum(visible, top_k))
+    tl.store(scored + token, tl.maximum(visible, 1))
+    for begin in range(0, tl.cdiv(visible, 64), BLOCK):
+        number = begin + tl.arange(0, BLOCK)
+        kept = number < tl.minimum(tl.cdiv(visible, 64), pages_width)
+        page = tl.load(table + number, mask=kept, other=0)
+        tl.store(pages + token.to(tl.int64) * pages_width + number, page, mask=kept)
     tl.store(c4_write + token, _written(position, table, oldest_written, 4, 64))
     known = tl.where(visible <= top_k, visible, 0)
     for begin in range(0, top_k, BLOCK):
@@ -97,6 +108,7 @@ def _chunk_lists(
     window_write,
     c4_index,
     c4_len,
+    c4_reach,
     c4_write,
     c128_index,
     c128_len,
@@ -124,6 +136,8 @@ def _chunk_lists(
     oldest_written = tl.load(write_from + slot)
     visible = (position + 1) // 4
     tl.store(c4_len + token, visible)
+    reach = WINDOW + tl.minimum(visible, c4_width - WINDOW)
+    tl.store(c4_reach + token, tl.where(position >= 0, reach, 0))
     tl.store(c4_write + token, _written(position, table, oldest_written, 4, 64))
     base = tl.load(c4_base + token)
     known = tl.where(visible <= c4_width - WINDOW, visible, 0)
@@ -167,9 +181,13 @@ def decode_lists(
         out.c128_rows,
         out.c128_len,
         out.c128_write,
+        out.top_len,
+        out.scored,
+        out.pages,
         ring,
         out.c4_rows.shape[1],
         out.c128_rows.shape[1],
+        out.pages.shape[1],
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -205,6 +223,7 @@ def chunk_lists(
         out.window_write,
         out.c4_index,
         out.c4_len,
+        out.c4_reach,
         out.c4_write,
         out.c128_index,
         out.c128_len,
