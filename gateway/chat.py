@@ -79,6 +79,8 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
     conversation = conversation_of(gateway, body)
     if hosted:
         body = sampled_as_hosted(body, conversation.options)
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs with stream: they are told in whole answers only")
     label = check_label("rid", body.rid if body.rid is not None else body.request_id, gateway.limits)
     caller.conversation = check_label("session_id", body.session_id, gateway.limits) or caller.conversation
     salt, priority = salt_of(gateway, body), check_priority(body.priority)
@@ -87,7 +89,7 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
     constraint = conversation.constraint(body, sampling.constraint)
     _refuse_missing(body)
     gateway.check_ready()
-    prompt = await conversation.encode(gateway)
+    prompt = await conversation.encode(gateway, bounded=sampling.cut_to is None)
     ids = prompt.ids if given is None else given
     stops = StopStrings(sampling.stops)
     job = gateway.job(
@@ -120,6 +122,7 @@ def _answer(gateway: Gateway, body: ChatRequest, generation: Generation, prompt:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         last_usage=gateway.config.api_profile == "deepseek",
+        prompt_top=body.prompt_logprobs,
     )
 
 

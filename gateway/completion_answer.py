@@ -10,6 +10,7 @@ from typing import Any
 from gateway.answer import OpenAiEvents
 from gateway.chat_answer import finite
 from gateway.generation import Choice, Generation, Update
+from gateway.prompt_answer import completion_lists, vllm_list
 from gateway.sse import DONE, event, json_text
 from gateway.text.output_parser import Delta
 from gateway.text.tokenizer import Tokenizer
@@ -34,9 +35,11 @@ class CompletionAnswer(OpenAiEvents):
         running_usage: bool,
         last_usage: bool,
     ) -> None:
+        prompt_top: int | None = None,
         """`echoes` are the prompts' texts if they are to be repeated, else empty.
 
-        `last_usage`: the chunk that ends a choice has it, asked for or not.
+        `last_usage`: the chunk that ends a choice has it, asked for or not. `prompt_top`: the whole answer tells the
+        prompt's log-probabilities, with so many alternatives, in vLLM's form too.
         """
         self._generation = generation
         self._tokenizer = tokenizer
@@ -51,6 +54,11 @@ class CompletionAnswer(OpenAiEvents):
         for job, echo in zip(generation.jobs, echoes, strict=False):
             self._echo |= {choice.index: echo for choice in job.choices}
         self._choices = [choice for job in generation.jobs for choice in job.choices]
+        self._prompt_top = prompt_top
+        self._job_of = {choice.index: job for job in generation.jobs for choice in job.choices}
+        self._top = max((job.scores.output_top for job in generation.jobs if job.scores is not None), default=0)
+        # An echo with its log-probabilities is sent once they are all there.
+        self._late_echo = set(self._echo) if logprobs else set()
         self._deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
         self._lengths = {choice.index: len(self._echo.get(choice.index, "")) for choice in self._choices}
         self._unsent_ids: dict[int, list[int]] = {choice.index: [] for choice in self._choices}
@@ -60,7 +68,7 @@ class CompletionAnswer(OpenAiEvents):
     # ---- streamed ---------------------------------------------------------------------------------------------------
 
     def opening(self) -> bytes:
-        return b"".join(self._chunk(index, echo) for index, echo in self._echo.items())
+        return b"".join(self._chunk(index, echo) for index, echo in self._echo.items() if index not in self._late_echo)
 
     def render(self, updates: list[Update]) -> bytes:
         events: list[bytes] = []
@@ -70,6 +78,9 @@ class CompletionAnswer(OpenAiEvents):
                 self._unsent_ids[index] += update.ids
             for delta in update.deltas:
                 events.append(self._text(index, delta))
+            if index in self._late_echo:
+                self._late_echo.discard(index)
+                events.append(self._chunk(index, self._echo[index], logprobs=self._echoed(index)))
             if update.ended:
                 events.append(self._chunk(index, "", **_end(update.choice)))
         return b"".join(events)
@@ -127,12 +138,20 @@ class CompletionAnswer(OpenAiEvents):
             whole["token_ids"] = choice.ids
             prompts = {c.index: job.prompt for job in self._generation.jobs for c in job.choices}
             whole["prompt_token_ids"] = list(prompts[choice.index])
+        if self._logprobs and choice.index in self._echo:
+            echoed = self._echoed(choice.index)
+            whole["logprobs"] = {name: [*echoed[name], *values] for name, values in whole["logprobs"].items()}
+        if self._prompt_top is not None:
+            whole["prompt_logprobs"] = vllm_list(self._job_of[choice.index], self._tokenizer, self._prompt_top)
         return whole
 
     def _logprobs_of(self, deltas: Sequence[Delta], offset: int) -> dict[str, Any]:
         """The four parallel lists; `offset` counts the characters before the first delta."""
         tokens: list[str] = []
         values: list[float] = []
+    def _echoed(self, index: int) -> dict[str, Any]:
+        return completion_lists(self._job_of[index], self._tokenizer, self._top, len(self._echo[index]))
+
         tops: list[dict[str, float]] = []
         offsets: list[int] = []
         text_of = self._tokenizer.token_text

@@ -5,7 +5,7 @@ is `completion_answer`'s.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -17,6 +17,7 @@ from gateway.exchange import Exchange, json_response
 from gateway.generation import Job
 from gateway.hosted import completion_as_hosted
 from gateway.schema import CompletionRequest
+from gateway.scores import ScoreRequest
 from gateway.service import Gateway
 from gateway.text.chat_encoding import MissingMarkerError, encode_fim
 from gateway.text.output_parser import OutputParser
@@ -51,9 +52,10 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
     refuse_extras(body)
     gateway.check_ready()
     parsers = raw_parsers(gateway, sampling)
+    score = _score(body, sampling)
     jobs: list[Job] = []
     for number, prompt in enumerate(prompts):
-        ids = await encode_raw(gateway, prompt, body.suffix)
+        ids = await encode_raw(gateway, prompt, body.suffix, bounded=sampling.cut_to is None)
         first = number * sampling.n
         jobs.append(
             gateway.job(
@@ -67,6 +69,7 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
                 priority=priority,
                 rid=label,
                 constraint=sampling.constraint,
+                score=score,
             )
         )
     with gateway.generation(exchange, jobs) as generation:
@@ -79,7 +82,8 @@ async def completions(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
             fingerprint=gateway.fingerprint,
             logprobs=sampling.params.top_logprobs >= 0,
             token_ids=bool(body.return_token_ids),
-            echoes=[_text(gateway, prompt) for prompt in prompts] if body.echo else [],
+            echoes=_echoes(gateway, prompts, jobs, cut=sampling.cut_to is not None) if body.echo else [],
+            prompt_top=body.prompt_logprobs,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             running_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
             last_usage=gateway.config.api_profile == "deepseek",
@@ -157,8 +161,8 @@ def _check(gateway: Gateway, body: CompletionRequest) -> Sampling:
     top = NO_LOGPROBS
     if body.logprobs is not None and body.logprobs is not False:
         top = check_top_logprobs("logprobs", int(body.logprobs), gateway.limits)
-    if body.echo and top != NO_LOGPROBS:
-        raise missing_part("echo", "log-probabilities of the prompt", "a worker that returns them")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs with stream: echo and logprobs stream them")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid("best_of", f"best_of = {body.best_of} is out of range: it must equal n = {body.n or 1}")
     if body.suffix is not None and not isinstance(body.prompt, str):
@@ -177,5 +181,22 @@ def _check(gateway: Gateway, body: CompletionRequest) -> Sampling:
     )
 
 
-def _text(gateway: Gateway, prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else gateway.tokenizer.decode(prompt, skip_special_tokens=False)
+def _score(body: CompletionRequest, sampling: Sampling) -> ScoreRequest | None:
+    """What is wanted of the prompts' own tokens: echo with logprobs shows them too."""
+    score, top = sampling.score, sampling.params.top_logprobs
+    if body.echo and top != NO_LOGPROBS:
+        if body.suffix is not None:
+            raise invalid("echo", "echo with logprobs and suffix: the prompt that fills a gap is not the text echoed")
+        score = ScoreRequest(
+            0, top if score is None else max(top, score.top), "logprobs" if score is None else score.param
+        )
+    return score
+
+
+def _echoes(gateway: Gateway, prompts: Sequence[Prompt], jobs: Sequence[Job], *, cut: bool) -> list[str]:
+    """Texts of the prompts, as they were sent or, cut, as they are read."""
+    decode = gateway.tokenizer.decode
+    return [
+        prompt if isinstance(prompt, str) and not cut else decode(job.prompt, skip_special_tokens=False)
+        for prompt, job in zip(prompts, jobs, strict=True)
+    ]

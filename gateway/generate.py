@@ -7,7 +7,7 @@ ends inside a thought, and a constraint is for what follows it.
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -15,10 +15,12 @@ from aiohttp import web
 from gateway.answer import OpenAiEvents, send_events
 from gateway.chat_answer import finite
 from gateway.completions import Prompt, encode_raw, prompts_of, raw_parsers
-from gateway.errors import invalid, missing_part, out_of_range
+from gateway.errors import invalid, out_of_range
 from gateway.exchange import Exchange, json_response
 from gateway.generation import Choice, Generation, Job, Update
+from gateway.prompt_answer import scored
 from gateway.schema import GenerateRequest, NativeSampling, SamplingFields
+from gateway.scores import ScoreRequest
 from gateway.service import Gateway
 from gateway.sse import DONE, event
 from gateway.text.tokenizer import Tokenizer
@@ -95,6 +97,7 @@ async def generate(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
                 rid=item.rid,
                 constraint=item.sampling.constraint,
                 thinking=bool(body.require_reasoning),
+                score=item.score,
             )
         )
     batched = isinstance(body.text, list) or bool(body.input_ids and isinstance(body.input_ids[0], list))
@@ -122,6 +125,7 @@ class _Item:
     prompt: Prompt
     sampling: Sampling
     rid: str
+    score: ScoreRequest | None  # of the prompt's tokens
 
 
 def _items(gateway: Gateway, body: GenerateRequest) -> list[_Item]:
@@ -140,11 +144,19 @@ def _items(gateway: Gateway, body: GenerateRequest) -> list[_Item]:
     asked = _spread("return_logprob", body.return_logprob, count, False)
     tops = _spread("top_logprobs_num", body.top_logprobs_num, count, 0)
     rids = [check_label("rid", rid, gateway.limits) for rid in _rids(body.rid, count)]
-    _check_logprob_fields(gateway, body)
+    starts = _spread("logprob_start_len", body.logprob_start_len, count, -1)
+    chosen = _chosen_ids(gateway, body, count)
     items = []
-    for prompt, native, wanted, top, rid in zip(prompts, samplings, asked, tops, rids):
-        number = check_top_logprobs("top_logprobs_num", top, gateway.limits)
-        items.append(_Item(prompt, _sampling(gateway, body, native, number if wanted else NO_LOGPROBS), rid))
+    for index, (prompt, native) in enumerate(zip(prompts, samplings, strict=True)):
+        number, start = check_top_logprobs("top_logprobs_num", tops[index], gateway.limits), starts[index]
+        if start < -1:
+            raise out_of_range("logprob_start_len", start, "-1 or more")
+        wanted = asked[index]
+        sampling = _sampling(gateway, body, native, number if wanted else NO_LOGPROBS)
+        if wanted and chosen[index]:
+            sampling = replace(sampling, params=replace(sampling.params, logprob_ids=chosen[index]))
+        score = ScoreRequest(start, number, "logprob_start_len") if wanted and start >= 0 else None
+        items.append(_Item(prompt, sampling, rids[index], score))
     return items
 
 
@@ -169,19 +181,20 @@ def _sampling(gateway: Gateway, body: GenerateRequest, native: NativeSampling, t
     )
 
 
-def _check_logprob_fields(gateway: Gateway, body: GenerateRequest) -> None:
-    starts = body.logprob_start_len if isinstance(body.logprob_start_len, list) else [body.logprob_start_len]
-    for start in starts:
-        if start is not None and start < -1:
-            raise out_of_range("logprob_start_len", start, "-1 or more")
-        if start is not None and start >= 0:
-            raise missing_part("logprob_start_len", "log-probabilities of the prompt", "a worker that returns them")
-    chosen: list[int] = []
-    for entry in body.token_ids_logprob or []:
-        chosen += entry if isinstance(entry, list) else [] if entry is None else [entry]
-    check_ids(chosen, gateway.model.vocab_size, "token_ids_logprob")
-    if chosen:
-        raise missing_part("token_ids_logprob", "log-probabilities of chosen ids", "a worker that returns them")
+def _chosen_ids(gateway: Gateway, body: GenerateRequest, count: int) -> list[tuple[int, ...]]:
+    """`token_ids_logprob` of each prompt: one list is for all of them."""
+    given = body.token_ids_logprob or []
+    if any(isinstance(entry, list) for entry in given):
+        if len(given) != count:
+            raise invalid("token_ids_logprob", f"token_ids_logprob has {len(given)} entries for {count} prompts")
+        lists = [entry if isinstance(entry, list) else [] if entry is None else [entry] for entry in given]
+    else:
+        lists = [[entry for entry in given if isinstance(entry, int)]] * count
+    most = gateway.limits.logprob_ids
+    for ids in lists:
+        if len(ids) > most:
+            raise invalid("token_ids_logprob", f"token_ids_logprob has {len(ids)} ids; allowed are {most}")
+    return [check_ids(ids, gateway.model.vocab_size, "token_ids_logprob") for ids in lists]
 
 
 def _rids(value: str | list[str] | None, count: int) -> list[str]:
@@ -285,19 +298,29 @@ class NativeAnswer(OpenAiEvents):
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
     def _logprobs(self, job: Job, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "input_token_logprobs": [],
-            "output_token_logprobs": [self._triple(entry.ids[0], entry.values[0]) for entry in entries],
-        }
-        if job.params.top_logprobs > 0:
-            found["output_top_logprobs"] = [
-                [self._triple(token, value) for token, value in zip(entry.ids[1:], entry.values[1:])]
-                for entry in entries
-            ]
+        """Values of the prompt, as far as they are asked for, and of the output; all lists in steps of one token."""
+        prompt: Sequence[tuple[int, TokenLogprobs | None]] = () if job.scores is None else list(scored(job))
+        output = [(entry.ids[0], entry) for entry in entries]
+        top, chosen = job.params.top_logprobs, job.params.logprob_ids
+        found: dict[str, Any] = {}
+        for side, rows in (("input", prompt), ("output", output)):
+            own = [self._triple(token, None if entry is None else entry.values[0]) for token, entry in rows]
+            found[f"{side}_token_logprobs"] = own
+            if top > 0:
+                found[f"{side}_top_logprobs"] = [self._listed(entry, 1, 1 + top) for _, entry in rows]
+            if chosen:
+                found[f"{side}_token_ids_logprobs"] = [self._listed(entry, 1 + top, None) for _, entry in rows]
         return found
 
-    def _triple(self, token: int, value: float) -> list[Any]:
-        return [finite(value), token, self._tokenizer.token_text(token) if self._texts else None]
+    def _listed(self, entry: TokenLogprobs | None, first: int, end: int | None) -> list[list[Any]] | None:
+        if entry is None:
+            return None
+        pairs = zip(entry.ids[first:end], entry.values[first:end], strict=True)
+        return [self._triple(token, value) for token, value in pairs]
+
+    def _triple(self, token: int, value: float | None) -> list[Any]:
+        text = self._tokenizer.token_text(token) if self._texts else None
+        return [None if value is None else finite(value), token, text]
 
 
 def _finish(choice: Choice) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from gateway.limits import Admission, Limits
 from gateway.mesh import Answer, Mailbox, Mesh
 from gateway.metrics import GatewayMetrics
 from gateway.text.output_parser import Delta, OutputParser
+from gateway.scores import PromptScores
 from meshkit.frames import Verdict
 from meshkit.types import FinishReason, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
@@ -96,6 +97,7 @@ class Job:
     constraint: Constraint | None = None
     thinking: bool = False  # the output begins with reasoning, which no constraint touches
     cached_tokens: int = 0
+    scores: PromptScores | None = None  # the prompt's own values, where they are wanted
     waiting: bool = True
     times: Times = field(default_factory=Times)
     closed: bool = False  # given back to admission
@@ -105,6 +107,11 @@ class Job:
         return any(choice.finish is None for choice in self.choices)
 
     @property
+    @property
+    def sent_prompt(self) -> Sequence[int]:
+        """What the mesh gets as prompt: all of it, unless the rest comes as given output."""
+        return self.prompt if self.scores is None else self.prompt[: self.scores.start]
+
     def grammar(self) -> GrammarSource | None:
         return None if self.constraint is None else self.constraint.source(thinking=self.thinking)
 
@@ -198,7 +205,7 @@ class Generation:
                 continue
             start = Start(
                 request_id=job.request_id,
-                prompt=np.asarray(job.prompt, np.int32),
+                prompt=np.asarray(job.sent_prompt, np.int32),
                 page_keys=job.page_keys,
                 params=job.params,
                 seed=job.seed,
@@ -312,8 +319,25 @@ class Generation:
         if choice.finish is not None:
             return None
         if isinstance(answer, Emit):
+            if job.scores is not None and not (answer := self._scored(job, job.scores, answer)).ids:
+                return None
             return self._emitted(job, choice, answer)
         return self._ended(job, choice, answer)
+
+    def plain_token(self, job: Job, choice: Choice, token: int) -> None:
+        """Book one id, not the first of its job, that ends nothing and whose text has been released."""
+        now = time.monotonic()
+        job.times.last_s = now
+        self._time_tokens(choice, 1, now, text=True)
+        choice.ids.append(token)
+
+    def _scored(self, job: Job, scores: PromptScores, emit: Emit) -> Emit:
+        """What of it is output, and not the prompt's own tokens."""
+        if job.waiting:
+            self._leave_queue(job)
+            job.cached_tokens = emit.cached_tokens
+            job.times.token(time.monotonic(), emit.waited_ms)
+        return scores.take(emit)
 
     def _emitted(self, job: Job, choice: Choice, emit: Emit) -> Update:
         if job.waiting:  # who prefilled the prompt answers first; a later place in the mesh may have found more of it
@@ -333,6 +357,7 @@ class Generation:
             self._finish(job, choice, "stop")
             # Later, for the mesh may be in the middle of handing answers over.
             number = job.choices.index(choice)
+            keep += 0 if job.scores is None else job.scores.given
             asyncio.get_running_loop().call_soon(self._mesh.stop_choice, job.request_id, number, keep)
         elif ids and ids[-1] in job.terminals:  # only the last can be one: the mesh ends the choice there
             choice.matched, choice.matched_eos = ids[-1], ids[-1] in job.eos_ids

@@ -36,6 +36,11 @@ class Limits:
     stop_length: int = 256
     stop_ids: int = 64
     biases: int = 1_024
+    allowed_ids: int = 16_384
+    bad_words: int = 64
+    bad_word_length: int = 128
+    logprob_ids: int = 128  # token_ids_logprob
+    scored: int = 8_192  # prompt tokens whose log-probabilities one prompt asks for
     top_logprobs: int = 20
     label: int = 512  # salt, user, request ids
     deadline_seconds: float = 3_600.0

@@ -37,6 +37,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float | None] | None = None
     seed: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     # At most one of these constrains the output; `gateway.constraints` reads them.
     regex: Any = None
     ebnf: Any = None
@@ -51,10 +55,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     response_format: Any = None
     # Not there yet: refused when they ask for something.
     stop_regex: Any = None
-    prompt_logprobs: Any = None
-    truncate_prompt_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
 

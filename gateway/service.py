@@ -7,6 +7,7 @@ no JSON, no gRPC.
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from gateway.mesh import Mesh
 from gateway.metrics import GatewayMetrics
 from gateway.models import ServedModel, read_model_folder
 from gateway.schema import BodyDecoder
+from gateway.scores import ScoreRequest
 from gateway.spans import note_answer, note_jobs, note_sampling, stamp
 from gateway.sse import StallGuard
 from gateway.text.output_parser import OutputParser
@@ -147,7 +149,7 @@ class Gateway:
         """A prompt with its n choices, within the context; lowering max_tokens is told in a header.
 
         `parsers` makes one choice's output parser, given the ids that end a choice. `thinking`: the output begins
-        with reasoning, and `constraint` is for what follows it.
+        with reasoning, and `constraint` is for what follows it. `score`: values of the prompt's own tokens are wanted.
         """
         stamp(caller, "encoded")
         if not prompt:
@@ -156,13 +158,23 @@ class Gateway:
         params, clamped = sampling.for_prompt(len(prompt), model, self.config.max_output_tokens, param)
         if clamped:
             caller.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
+        score: ScoreRequest | None = None,
         eos = frozenset(model.eos_ids)
         terminals = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos)
-        note_sampling(caller, sampling)
+        if sampling.bad_words:
+            params = replace(params, bad_words=self._words(sampling.bad_words))
+        score, scores, sent = score or sampling.score, None, prompt
+        if score is not None:
+            params, scores = score.split(
+                prompt, params, n=sampling.n, terminals=terminals, constraint=constraint, limits=self.limits
+            )
+            sent = prompt[: scores.start]
         namespace = namespace_key(caller.tenant, salt, model.revision, model.kv_layout_id)
         return Job(
             request_id=RequestId(os.urandom(16)),
             prompt=prompt,
+        note_sampling(caller, sampling)
+        prompt = sampling.cut(prompt, self.model)
             params=params,
             seed=sampling.seed,
             choices=[Choice(first_index + number, parsers(terminals)) for number in range(sampling.n)],
@@ -171,7 +183,7 @@ class Gateway:
             rid=rid,
             tenant=caller.tenant,
             priority=priority,
-            page_keys=tuple(page_keys(prompt, namespace)),
+            page_keys=tuple(page_keys(sent, namespace)),
             namespace=namespace,
             constraint=constraint,
             thinking=thinking,
@@ -188,8 +200,15 @@ class Gateway:
         for rid in rids:
             self._handles[tenant, rid] = [job.request_id for job in jobs if job.rid == rid]
         self._open |= {job.request_id: tenant for job in jobs}
+            scores=scores,
         caller.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
         note_jobs(caller, jobs)
+    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens: each as it stands, and as it goes on after a blank."""
+        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+        encoded = [tuple(self.tokenizer.encode(spelling, added_tokens=False)) for spelling in spellings]
+        return tuple(dict.fromkeys(encoded))
+
         generation: Generation
 
         def release() -> None:

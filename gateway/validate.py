@@ -15,6 +15,7 @@ from gateway.errors import ApiError, context_exceeded, invalid, missing_part, ou
 from gateway.limits import Limits
 from gateway.models import ServedModel
 from gateway.schema import RequestFields, SamplingFields
+from gateway.scores import ScoreRequest
 from meshkit.types import NO_LOGPROBS, SamplingParams
 
 _RANDOM = random.SystemRandom()
@@ -33,7 +34,17 @@ class Sampling:
     keep_stop: bool
     skip_special: bool
     seeded: bool = False  # the client chose the seed
+    bad_words: tuple[str, ...] = ()
+    cut_to: int | None = None  # tokens of the prompt's end that are kept, -1: as many as fit; None: all
+    score: ScoreRequest | None = None  # of the prompt's tokens
     constraint: Constraint | None = None  # as one of its fields says
+
+    def cut(self, prompt: Sequence[int], model: ServedModel) -> Sequence[int]:
+        """The prompt, or what is kept of its end."""
+        if self.cut_to is None:
+            return prompt
+        keep = self.cut_to if self.cut_to > 0 else max(1, model.max_context - max(1, self.max_tokens or 1))
+        return prompt[-keep:]
 
     def for_prompt(
         self, prompt_tokens: int, model: ServedModel, cap: int | None, param: str
@@ -84,10 +95,18 @@ def check_sampling(
         stop_ids=check.stop_ids(fields.stop_token_ids, model.vocab_size, limits),
         bias=check.bias(fields.logit_bias, model.vocab_size, limits),
         top_logprobs=top_logprobs,
+        allowed_ids=check.allowed_ids(fields.allowed_token_ids, model.vocab_size, limits),
     )
     n = check.integer("n", fields.n, 1, 1, limits.choices)
     assert n is not None
     seed, stops = check.seed(fields.seed), check.stops(fields.stop, limits)
+    bad_words = check.bad_words(fields.bad_words, limits)
+    cut_to = check.truncation(fields.truncate_prompt_tokens, model.max_context)
+    score = None
+    if fields.prompt_logprobs is not None:
+        score = ScoreRequest(
+            0, check_top_logprobs("prompt_logprobs", fields.prompt_logprobs, limits), "prompt_logprobs"
+        )
     check.refuse_missing(fields)  # last: what is wrong in itself is a 400, whatever else is asked for
     return Sampling(
         params=params,
@@ -98,6 +117,9 @@ def check_sampling(
         keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special=fields.skip_special_tokens is not False,
         seeded=fields.seed is not None,
+        bad_words=bad_words,
+        cut_to=cut_to,
+        score=score,
         constraint=constraint,
     )
 
@@ -161,6 +183,32 @@ class _Checker:
             raise invalid(name, f"{name} has {len(ids)} ids; allowed are {limits.stop_ids}")
         return check_ids(ids, vocab_size, name)
 
+    def allowed_ids(self, value: list[int] | None, vocab_size: int, limits: Limits) -> tuple[int, ...]:
+        """No ids at all would leave nothing to say, so an empty list is refused; vLLM does so too."""
+        name = self.name("allowed_token_ids")
+        if value is not None and not 1 <= len(value) <= limits.allowed_ids:
+            raise invalid(name, f"{name} has {len(value)} ids; allowed are 1 to {limits.allowed_ids}")
+        return tuple(sorted(set(check_ids(value or (), vocab_size, name))))
+
+    def bad_words(self, value: list[str] | None, limits: Limits) -> tuple[str, ...]:
+        name, words = self.name("bad_words"), value or []
+        if len(words) > limits.bad_words:
+            raise invalid(name, f"{name} has {len(words)} strings; allowed are {limits.bad_words}")
+        for word in words:
+            size = len(word.encode(errors="replace"))
+            if not 1 <= size <= limits.bad_word_length or not word.strip():
+                text = f"{name}: a string of {size} bytes; allowed are 1 to {limits.bad_word_length}, not all blanks"
+                raise invalid(name, text)
+        return tuple(words)
+
+    def truncation(self, value: int | None, max_context: int) -> int | None:
+        name = self.name("truncate_prompt_tokens")
+        if value is None or value == -1:
+            return value
+        if not 1 <= value < max_context:
+            raise out_of_range(name, value, f"1 to {max_context - 1}, or -1 for what the context leaves")
+        return value
+
     def bias(
         self, value: Mapping[str, float | None] | None, vocab_size: int, limits: Limits
     ) -> tuple[tuple[int, float], ...]:
@@ -181,13 +229,6 @@ class _Checker:
         """501 for what is documented but not there; values that ask for nothing pass."""
         if fields.stop_regex:
             raise missing_part(self.name("stop_regex"), "stopping at a regular expression", "a regex matcher")
-        if fields.prompt_logprobs is not None:
-            raise missing_part("prompt_logprobs", "log-probabilities of the prompt", "a worker that returns them")
-        if fields.truncate_prompt_tokens is not None:
-            raise missing_part("truncate_prompt_tokens", "cutting prompts", "prompt truncation")
-        for field in ("allowed_token_ids", "bad_words"):
-            if getattr(fields, field):
-                raise missing_part(field, "restricting the vocabulary", "token masks")
         if fields.use_beam_search:
             raise missing_part("use_beam_search", "searching with beams", "a beam search")
         if fields.logits_processors:

@@ -21,6 +21,7 @@ from gateway.generation import Generation, Job, Update
 from gateway.rpc import reads
 from gateway.rpc.entry import Context, Entry, retry_after_ms
 from gateway.rpc.writes import Writer
+from gateway.scores import ScoreRequest
 from gateway.validate import (
     check_ids,
     check_label,
@@ -163,6 +164,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             await self._run(generation, writer.raw, send)
 
     async def _chat(self, caller: Caller, request: pb.ChatCompletionRequest, send: Send) -> None:
+        if request.logprobs.HasField("prompt_start"):
+            raise invalid("logprobs.prompt_start", "logprobs.prompt_start: prompts are scored by Generate only")
         body = reads.chat_request(request, self._gateway.limits)
         reasoning = body.include_reasoning is not False
         job, _ = await chat_job(self._gateway, caller, body)
@@ -199,6 +202,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             default_max_tokens=DEFAULT_MAX_TOKENS,
             top_logprobs=top,
         )
+        score = None
+        if asked.HasField("prompt_start"):
+            score = ScoreRequest(asked.prompt_start, top if asked.sampled else 0, "logprobs.prompt_start")
         label = check_label("request_id", request.request_id or None, gateway.limits)
         salt = check_salt(gateway.limits, cache_salt=request.cache_salt or None)
         priority = check_priority(request.priority)
@@ -215,6 +221,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             priority=priority,
             rid=label,
             constraint=sampling.constraint,
+            score=score,
         )
 
     async def _batch(self, caller: Caller, requests: AsyncIterator[pb.GenerateRequest], send: Send) -> None:

@@ -28,10 +28,16 @@ class Writer:
         self._names = names
         self._stream = stream
         self._kept: dict[int, Update] = {}
+        self._told: set[int] = set()  # id() of jobs whose prompt's values are sent
 
     def raw(self, updates: list[Update]) -> Iterator[pb.GenerateResponse]:
         for update in self._ready(updates):
             name, index = self._names[id(update.job)], update.choice.index
+            scores = update.job.scores
+            if scores is not None and id(update.job) not in self._told:
+                self._told.add(id(update.job))
+                told = pb.PromptLogprobs(start=scores.start, logprobs=self._logprobs(scores.entries))
+                yield pb.GenerateResponse(request_id=name, index=index, prompt=told)
             text = "".join(delta.text for delta in update.deltas)
             if text or update.ids:
                 chunk = pb.Chunk(token_ids=update.ids, text=text, logprobs=self._logprobs(update.logprobs))

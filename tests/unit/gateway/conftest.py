@@ -90,14 +90,16 @@ class FakeMesh:
     async def _play(self, start: Start, choice: int, sink: Sink) -> None:
         script = self.say(start, choice)
         base = 0
-        for number, burst in enumerate(script.bursts):
+        given = [[token] for token in start.params.given_ids]  # what the output begins with, whatever the script says
+        for number, burst in enumerate([*given, *script.bursts], -len(given)):
             if (number == 0 and script.hold) or number == script.hold_after:
                 await self.released.wait()
             await asyncio.sleep(0)
             left = start.params.max_tokens - base
             ids = tuple(burst[:left])
             asked = start.params.top_logprobs
-            logprobs = tuple(self.logprobs(token, asked) for token in ids) if asked >= 0 else ()
+            more = start.params.logprob_ids
+            logprobs = tuple(self.logprobs(token, asked, more) for token in ids) if asked >= 0 else ()
             waited_ms = self.waited_ms if not base else -1
             sink(Emit(start.request_id, choice, base, ids, logprobs, self.cached, waited_ms))
             base += len(ids)
@@ -111,10 +113,11 @@ class FakeMesh:
         sink(ended)
 
     @staticmethod
-    def logprobs(token: int, asked: int) -> TokenLogprobs:
+    def logprobs(token: int, asked: int, more: tuple[int, ...] = ()) -> TokenLogprobs:
         """Made up, but different for each token and rank."""
         others = [(token + rank) % VOCAB for rank in range(1, asked + 1)]
-        return TokenLogprobs((token, *others), tuple(-0.25 * (rank + 1) for rank in range(asked + 1)))
+        values = (*(-0.25 * (rank + 1) for rank in range(asked + 1)), *(-float(token) for token in more))
+        return TokenLogprobs((token, *others, *more), values)
 
     def _cancel(self, request_id: bytes, choice: int | None = None) -> list[tuple[int, Sink]]:
         found = [key for key in self.open if key[0] == request_id and choice in (None, key[1])]

@@ -96,6 +96,21 @@ async def test_chunks_add_up_to_the_answer(stub, mesh, tokenizer):
     assert end.usage.queue_seconds == 0.009
 
 
+async def test_the_prompts_values_come_first(stub, tokenizer):
+    ids = tokenizer.encode("Tell me a story")
+    asked = pb.LogprobOptions(sampled=True, top_k=1, prompt_start=2)
+    request = pb.GenerateRequest(text="Tell me a story", logprobs=asked, stream=False)
+    prompt, chunk, end = [answer async for answer in stub.Generate(request)]
+    assert prompt.prompt.start == 2 and [it.token_id for it in prompt.prompt.logprobs] == ids[2:]
+    assert all(len(it.top) == 1 for it in prompt.prompt.logprobs)
+    assert chunk.chunk.text and end.complete.usage.prompt_tokens == len(ids)
+    only = pb.GenerateRequest(text="Tell me a story", logprobs=pb.LogprobOptions(prompt_start=0))
+    first, *chunks, _ = [answer async for answer in stub.Generate(only)]
+    assert first.prompt.start == 1 and not any(it.chunk.logprobs for it in chunks)
+    chat = pb.ChatCompletionRequest(messages=[pb.ChatMessage(role="user", content="a")], logprobs=asked)
+    assert (await failed(stub.ChatCompletion(chat))).code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_one_chunk_per_choice_without_stream(stub, mesh):
     mesh.say = lambda start, choice: mesh.text(f"{choice}: {TEXT}")
     request = raw(stream=False, sampling=pb.Sampling(n=3), logprobs=pb.LogprobOptions(sampled=True, top_k=2))

@@ -258,21 +258,29 @@ class LogprobOptions(_message.Message):
 
     SAMPLED_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
+    PROMPT_START_FIELD_NUMBER: _builtins.int
     sampled: _builtins.bool
     """of the sampled tokens"""
     top_k: _builtins.int
     """and of so many alternatives, at most 20"""
+    prompt_start: _builtins.int
+    """Also of the prompt's tokens from this position on, as the first answer; raw requests with n = 1 only. Each of
+    them costs a decode step.
+    """
     def __init__(
         self,
         *,
         sampled: _builtins.bool = ...,
         top_k: _builtins.int = ...,
+        prompt_start: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_start", b"_prompt_start", "prompt_start", b"prompt_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sampled", b"sampled", "top_k", b"top_k"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_start", b"_prompt_start", "prompt_start", b"prompt_start", "sampled", b"sampled", "top_k", b"top_k"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_start: _TypeAlias = _typing.Literal["prompt_start"]  # noqa: Y015
+    _WhichOneofArgType__prompt_start: _TypeAlias = _typing.Literal["_prompt_start", b"_prompt_start"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_start) -> _WhichOneofReturnType__prompt_start | None: ...
 
 Global___LogprobOptions: _TypeAlias = LogprobOptions  # noqa: Y015
 
@@ -399,6 +407,32 @@ class Chunk(_message.Message):
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """The first token of a prompt has no log-probability: where it is asked for, the first entry is the second token's."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """position of the first entry's token"""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "start", b"start"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,6 +555,7 @@ class GenerateResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """of the choice"""
@@ -532,6 +567,8 @@ class GenerateResponse(_message.Message):
     def failure(self) -> Global___Failure:
         """of the whole request; in GenerateBatch only"""
 
+    @_builtins.property
+    def prompt(self) -> Global___PromptLogprobs: ...
     def __init__(
         self,
         *,
@@ -540,12 +577,13 @@ class GenerateResponse(_message.Message):
         chunk: Global___Chunk | None = ...,
         complete: Global___Complete | None = ...,
         failure: Global___Failure | None = ...,
+        prompt: Global___PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "failure", b"failure", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "failure", b"failure", "index", b"index", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "complete", b"complete", "event", b"event", "failure", b"failure", "index", b"index", "prompt", b"prompt", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "complete", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "complete", "failure", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
