@@ -145,9 +145,9 @@ class _Entry:
         )
         if self._tracing.enabled and match is not None and match.route.operation:
             name = self._gateway.model.name
+            note_server(exchange, exchange.request.transport)
             record_request(self._tracing, exchange, name, match.route.operation, status, seconds)
 
-            note_server(exchange, exchange.request.transport)
 
 def _speak_anthropic(exchange: Exchange) -> None:
     exchange.error_shape = anthropic_error

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from gateway.answer import OpenAiEvents
 from gateway.generation import Choice, Generation, Update
+from gateway.prompt_answer import vllm_list
 from gateway.sse import DONE, event, json_text
 from gateway.text.deltas import CallPiece, Delta, Kind
-from gateway.prompt_answer import vllm_list
 from gateway.text.prompt import END_THINK, THINK
 from gateway.text.tokenizer import Tokenizer
 from meshkit.types import TokenLogprobs
@@ -41,6 +41,7 @@ class ChatAnswer(OpenAiEvents):
         include_usage: bool,
         running_usage: bool,
         last_usage: bool = False,
+        prompt_top: int | None = None,
     ) -> None:
         """`last_usage`: the chunk that ends a choice tells the usage, asked for or not.
 
@@ -48,7 +49,6 @@ class ChatAnswer(OpenAiEvents):
         """
         self._prompt_top = prompt_top
         self._generation = generation
-        prompt_top: int | None = None,
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._token_ids = token_ids
@@ -166,6 +166,8 @@ class ChatAnswer(OpenAiEvents):
         answer["usage"] = self._generation.usage()
         if self._token_ids:
             answer["prompt_token_ids"] = list(self._generation.jobs[0].prompt)
+        if self._prompt_top is not None:
+            answer["prompt_logprobs"] = vllm_list(self._generation.jobs[0], self._tokenizer, self._prompt_top)
         return answer
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -174,8 +176,6 @@ class ChatAnswer(OpenAiEvents):
         message: dict[str, Any] = {"role": "assistant", "content": texts["content"], "reasoning_content": reasoning}
         if calls := self._calls[choice.index]:
             message["tool_calls"] = [call.whole() for call in calls]
-        if self._prompt_top is not None:
-            answer["prompt_logprobs"] = vllm_list(self._generation.jobs[0], self._tokenizer, self._prompt_top)
         whole: dict[str, Any] = {
             "index": choice.index,
             "message": message,

@@ -34,8 +34,8 @@ class CompletionAnswer(OpenAiEvents):
         include_usage: bool,
         running_usage: bool,
         last_usage: bool,
-    ) -> None:
         prompt_top: int | None = None,
+    ) -> None:
         """`echoes` are the prompts' texts if they are to be repeated, else empty.
 
         `last_usage`: the chunk that ends a choice has it, asked for or not. `prompt_top`: the whole answer tells the
@@ -53,12 +53,12 @@ class CompletionAnswer(OpenAiEvents):
         self._echo: dict[int, str] = {}
         for job, echo in zip(generation.jobs, echoes, strict=False):
             self._echo |= {choice.index: echo for choice in job.choices}
-        self._choices = [choice for job in generation.jobs for choice in job.choices]
         self._prompt_top = prompt_top
         self._job_of = {choice.index: job for job in generation.jobs for choice in job.choices}
         self._top = max((job.scores.output_top for job in generation.jobs if job.scores is not None), default=0)
         # An echo with its log-probabilities is sent once they are all there.
         self._late_echo = set(self._echo) if logprobs else set()
+        self._choices = [choice for job in generation.jobs for choice in job.choices]
         self._deltas: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices}
         self._lengths = {choice.index: len(self._echo.get(choice.index, "")) for choice in self._choices}
         self._unsent_ids: dict[int, list[int]] = {choice.index: [] for choice in self._choices}
@@ -74,13 +74,13 @@ class CompletionAnswer(OpenAiEvents):
         events: list[bytes] = []
         for update in updates:
             index = update.choice.index
+            if index in self._late_echo:
+                self._late_echo.discard(index)
+                events.append(self._chunk(index, self._echo[index], logprobs=self._echoed(index)))
             if self._token_ids:
                 self._unsent_ids[index] += update.ids
             for delta in update.deltas:
                 events.append(self._text(index, delta))
-            if index in self._late_echo:
-                self._late_echo.discard(index)
-                events.append(self._chunk(index, self._echo[index], logprobs=self._echoed(index)))
             if update.ended:
                 events.append(self._chunk(index, "", **_end(update.choice)))
         return b"".join(events)
@@ -134,24 +134,24 @@ class CompletionAnswer(OpenAiEvents):
             "logprobs": self._logprobs_of(deltas, len(echo)) if self._logprobs else None,
             **_end(choice),
         }
-        if self._token_ids:
-            whole["token_ids"] = choice.ids
-            prompts = {c.index: job.prompt for job in self._generation.jobs for c in job.choices}
-            whole["prompt_token_ids"] = list(prompts[choice.index])
         if self._logprobs and choice.index in self._echo:
             echoed = self._echoed(choice.index)
             whole["logprobs"] = {name: [*echoed[name], *values] for name, values in whole["logprobs"].items()}
         if self._prompt_top is not None:
             whole["prompt_logprobs"] = vllm_list(self._job_of[choice.index], self._tokenizer, self._prompt_top)
+        if self._token_ids:
+            whole["token_ids"] = choice.ids
+            prompts = {c.index: job.prompt for job in self._generation.jobs for c in job.choices}
+            whole["prompt_token_ids"] = list(prompts[choice.index])
         return whole
+
+    def _echoed(self, index: int) -> dict[str, Any]:
+        return completion_lists(self._job_of[index], self._tokenizer, self._top, len(self._echo[index]))
 
     def _logprobs_of(self, deltas: Sequence[Delta], offset: int) -> dict[str, Any]:
         """The four parallel lists; `offset` counts the characters before the first delta."""
         tokens: list[str] = []
         values: list[float] = []
-    def _echoed(self, index: int) -> dict[str, Any]:
-        return completion_lists(self._job_of[index], self._tokenizer, self._top, len(self._echo[index]))
-
         tops: list[dict[str, float]] = []
         offsets: list[int] = []
         text_of = self._tokenizer.token_text

@@ -19,8 +19,8 @@ from gateway.journal.events import Emit, Ended, Refused, Start
 from gateway.limits import Admission, Limits
 from gateway.mesh import Answer, Mailbox, Mesh
 from gateway.metrics import GatewayMetrics
-from gateway.text.output_parser import Delta, OutputParser
 from gateway.scores import PromptScores
+from gateway.text.output_parser import Delta, OutputParser
 from meshkit.frames import Verdict
 from meshkit.types import FinishReason, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
@@ -96,8 +96,8 @@ class Job:
     namespace: bytes = b""
     constraint: Constraint | None = None
     thinking: bool = False  # the output begins with reasoning, which no constraint touches
-    cached_tokens: int = 0
     scores: PromptScores | None = None  # the prompt's own values, where they are wanted
+    cached_tokens: int = 0
     waiting: bool = True
     times: Times = field(default_factory=Times)
     closed: bool = False  # given back to admission
@@ -107,11 +107,11 @@ class Job:
         return any(choice.finish is None for choice in self.choices)
 
     @property
-    @property
     def sent_prompt(self) -> Sequence[int]:
         """What the mesh gets as prompt: all of it, unless the rest comes as given output."""
         return self.prompt if self.scores is None else self.prompt[: self.scores.start]
 
+    @property
     def grammar(self) -> GrammarSource | None:
         return None if self.constraint is None else self.constraint.source(thinking=self.thinking)
 

@@ -145,6 +145,7 @@ class Gateway:
         rid: str = "",
         constraint: Constraint | None,
         thinking: bool = False,
+        score: ScoreRequest | None = None,
     ) -> Job:
         """A prompt with its n choices, within the context; lowering max_tokens is told in a header.
 
@@ -152,13 +153,14 @@ class Gateway:
         with reasoning, and `constraint` is for what follows it. `score`: values of the prompt's own tokens are wanted.
         """
         stamp(caller, "encoded")
+        note_sampling(caller, sampling)
+        prompt = sampling.cut(prompt, self.model)
         if not prompt:
             raise invalid(param, f"{param} is empty; a prompt has at least one token")
         model = self.model
         params, clamped = sampling.for_prompt(len(prompt), model, self.config.max_output_tokens, param)
         if clamped:
             caller.headers["x-v4mesh-clamped"] = f"max_tokens={params.max_tokens}"
-        score: ScoreRequest | None = None,
         eos = frozenset(model.eos_ids)
         terminals = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else eos)
         if sampling.bad_words:
@@ -173,8 +175,6 @@ class Gateway:
         return Job(
             request_id=RequestId(os.urandom(16)),
             prompt=prompt,
-        note_sampling(caller, sampling)
-        prompt = sampling.cut(prompt, self.model)
             params=params,
             seed=sampling.seed,
             choices=[Choice(first_index + number, parsers(terminals)) for number in range(sampling.n)],
@@ -187,7 +187,14 @@ class Gateway:
             namespace=namespace,
             constraint=constraint,
             thinking=thinking,
+            scores=scores,
         )
+
+    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens: each as it stands, and as it goes on after a blank."""
+        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
+        encoded = [tuple(self.tokenizer.encode(spelling, added_tokens=False)) for spelling in spellings]
+        return tuple(dict.fromkeys(encoded))
 
     def generation(self, caller: Caller, jobs: list[Job]) -> Generation:
         """Bind jobs to this caller. Raises 400 for an abort handle that is in flight already."""
@@ -200,15 +207,8 @@ class Gateway:
         for rid in rids:
             self._handles[tenant, rid] = [job.request_id for job in jobs if job.rid == rid]
         self._open |= {job.request_id: tenant for job in jobs}
-            scores=scores,
         caller.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
         note_jobs(caller, jobs)
-    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As tokens: each as it stands, and as it goes on after a blank."""
-        spellings = [spelling for word in words for spelling in (word, " " + word.lstrip())]
-        encoded = [tuple(self.tokenizer.encode(spelling, added_tokens=False)) for spelling in spellings]
-        return tuple(dict.fromkeys(encoded))
-
         generation: Generation
 
         def release() -> None:
