@@ -96,6 +96,7 @@ class MaskBook:
         self._eos_ids = tuple(eos_ids)
         self._changed = threading.Condition(threading.Lock())
         self._slots: dict[int, _Slot] = {}
+        self._freed: dict[int, int] = {}  # slot -> last generation that ended
         self._told: dict[int, tuple[int, int]] = {}  # slot -> generation bound at the service, ids it has
         self._dirty: dict[int, None] = {}
         self._attached = False
@@ -116,6 +117,8 @@ class MaskBook:
             return
         with self._changed:
             for init in inits:
+                if init.slot_gen <= self._freed.get(init.slot, 0):
+                    continue  # freed by a later frame, which was prepared while this one waited for the device
                 if init.grammar_id:
                     self._slots[init.slot] = _Slot(
                         init.slot_gen, init.grammar_id, init.thinking, init.params.stop_ids, list(init.emitted)
@@ -230,6 +233,7 @@ class MaskBook:
     def free(self, number: int, slot_gen: int) -> None:
         """The slot is gone."""
         with self._changed:
+            self._freed[number] = max(slot_gen, self._freed.get(number, 0))
             slot = self._slots.get(number)
             if slot is None or slot.gen != slot_gen:
                 return

@@ -101,6 +101,15 @@ class TestBook:
         rig.book.free(0, 3)
         assert not rig.book.outgoing().unbinds
 
+    def test_a_slot_freed_before_its_step_began_is_not_bound_any_more(self, rig):
+        """Frames are prepared while earlier ones wait for the device: what frees may overtake what binds."""
+        rig.book.free(0, 2)
+        rig.book.bind([init(gen=2), init(1)])
+        assert [o.slot for o in rig.book.outgoing().binds] == [1]
+        assert rig.take(Ask(0, 2, 0))[0] == [PARKED]
+        rig.book.bind([init(gen=3)])
+        assert [(o.slot, o.slot_gen) for o in rig.book.outgoing().binds] == [(0, 3)]
+
     def test_masks_are_copied_and_parked_rows_left(self, rig):
         rig.book.bind([init(0), init(1), init(2)])
         assert rig.deliver(0, 0, rows=row(4, 99)) == 0
