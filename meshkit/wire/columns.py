@@ -18,6 +18,7 @@ MAX_I64: Final = 2**63 - 1
 MAX_TEXT: Final = 4096  # bytes of any one string on the wire
 CLIP_TEXT: Final = 1000  # characters that a free-text field (reason, message) is cut to when sent
 KEY_BYTES: Final = 16
+FEW: Final = 16  # so many items are looked at one by one: that is sooner done than numpy begins
 
 _EMPTY_I32: Final = np.empty(0, "<i4")
 _EMPTY_I64: Final = np.empty(0, "<i8")
@@ -72,7 +73,7 @@ def get_i32(data: bytes, field: str, *, low: int = 0, high: int = MAX_I32, lengt
         return _EMPTY_I32
     column = np.frombuffer(data, "<i4")
     # Seen as unsigned, a negative value is beyond any int32: one pass where 0 is the least.
-    if low or int(np.maximum.reduce(column.view("<u4"))) > high:
+    if low or column.size <= FEW or int(np.maximum.reduce(column.view("<u4"))) > high:
         _within(column, field, low, high)
     return column
 
@@ -97,7 +98,7 @@ def get_u8(data: bytes, field: str, *, low: int = 0, high: int = 255, length: in
     if not _whole(data, 1, field, length):
         return _EMPTY_U8
     column = np.frombuffer(data, "u1")
-    if low or (high < 255 and int(np.maximum.reduce(column)) > high):
+    if low or (high < 255 and (max(data) if column.size <= FEW else int(np.maximum.reduce(column))) > high):
         _within(column, field, low, high)
     return column
 
@@ -135,7 +136,7 @@ def get_int(value: int, field: str, *, low: int = 0, high: int = MAX_I32) -> int
 
 def check_sum(counts: NDArray[np.int32] | NDArray[np.uint8], total: int, field: str, flat: str) -> None:
     """The flat column `flat` holds exactly as many items as `counts` announces."""
-    announced = int(np.add.reduce(counts, dtype=np.int64))
+    announced = sum(counts.tolist()) if counts.size <= FEW else int(np.add.reduce(counts, dtype=np.int64))
     if announced != total:
         raise WireError(f"{field} announce {announced} items, {flat} holds {total}")
 
@@ -153,6 +154,10 @@ def _whole(data: bytes, width: int, field: str, length: int | None) -> int:
 def _within(column: NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint8], field: str, low: int, high: int) -> None:
     if not column.size:
         return
-    least, most = int(column.min()), int(column.max())
+    if column.size <= FEW:
+        items = column.tolist()
+        least, most = min(items), max(items)
+    else:
+        least, most = int(column.min()), int(column.max())
     if least < low or most > high:
         raise WireError(f"{field}: {least if least < low else most} is not in {low}..{high}")

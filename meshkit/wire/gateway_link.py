@@ -1,5 +1,7 @@
 """Frames between gateway and scheduler: Scheduler.Submit, AttachGateway and the status in GetLoad."""
 
+from typing import Final
+
 from meshpb.v1 import scheduler_pb2 as pb
 
 from meshkit.errors import WireError
@@ -28,6 +30,7 @@ from meshkit.wire import shared
 
 MAX_CHOICES = 1024
 MAX_ROW_ERRORS = 65536
+_LAST_FINISH: Final = int(max(FinishReason))
 
 
 def put_submit(submit: Submit) -> pb.SubmitRequest:
@@ -279,7 +282,7 @@ def _get_tokens(message: pb.TokenFrame) -> TokenFrame:
         bases=c.get_i32(message.bases, "tokens.bases", length=n),
         counts=counts,
         ids=ids,
-        finishes=c.get_u8(message.finishes, "tokens.finishes", high=max(FinishReason), length=n),
+        finishes=c.get_u8(message.finishes, "tokens.finishes", high=_LAST_FINISH, length=n),
         cached=c.get_i32(message.cached, "tokens.cached", length=n if message.cached else 0),
         logprobs=shared.get_logprobs(message.logprobs, n),
         errors=tuple(

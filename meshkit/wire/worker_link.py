@@ -2,7 +2,6 @@
 
 from typing import Final
 
-import numpy as np
 from meshpb.v1 import worker_pb2 as pb
 
 from meshkit.errors import WireError
@@ -321,12 +320,11 @@ def _get_step(m: pb.StepFrame) -> StepFrame:
 
 def _get_rank_off(data: bytes, num_rows: int) -> I32:
     """Empty (one rank), or offsets from 0 to num_rows that never fall."""
-    offsets = c.get_i32(data, "rank_off", high=num_rows)
-    if len(offsets) and (
-        len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != num_rows or (np.diff(offsets) < 0).any()
-    ):
-        raise WireError(f"rank_off: {offsets[:8].tolist()} are no rising offsets from 0 to {num_rows}")
-    return offsets
+    column = c.get_i32(data, "rank_off", high=num_rows)
+    offsets = column.tolist()
+    if offsets and (len(offsets) < 2 or offsets[0] or offsets[-1] != num_rows or offsets != sorted(offsets)):
+        raise WireError(f"rank_off: {offsets[:8]} are no rising offsets from 0 to {num_rows}")
+    return column
 
 
 def _get_pairs(left: bytes, right: bytes, left_field: str, right_field: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -413,7 +411,7 @@ def _put_result(frame: ResultFrame) -> pb.ResultFrame:
     )
 
 
-_LAST_STATE: Final = max(RowState)
+_LAST_STATE: Final = int(max(RowState))
 
 
 def _get_result(message: pb.ResultFrame) -> ResultFrame:

@@ -23,6 +23,7 @@ from scheduler_svc.core.state import Record, Row, State, Worker
 from scheduler_svc.core.urgent import give_way
 
 _NONE: Final = np.empty(0, np.int64)
+_NOBODY: Final = np.empty(0, object)
 
 
 def pump(st: State) -> None:
@@ -46,6 +47,8 @@ def _lone_prefill(st: State, worker: Worker) -> bool:
 
 def build(st: State, worker: Worker) -> StepFrame | None:
     """The next frame, booked as in flight; None when there is nothing to do."""
+    if not (worker.running or len(st.queue) or worker.closing or worker.sealing or _has_orders(worker)):
+        return None
     n_ranks = len(worker.ranks)
     draft = Draft(
         worker.step + 1,
@@ -67,9 +70,7 @@ def build(st: State, worker: Worker) -> StepFrame | None:
         st.index.release_tail(hold)
     rows = [row for rank_rows in draft.rows for row in rank_rows]
     n_rows = len(rows) + len(draft.slots)
-    if not n_rows and not (
-        draft.frees or worker.publishes or worker.publish_tails or worker.retire_pages or worker.retire_tails
-    ):
+    if not (n_rows or draft.frees or _has_orders(worker)):
         return None
     assert n_rows or not (draft.inits or draft.appends or draft.saves), "operations on slots come with rows"
     worker.step = draft.step
@@ -77,6 +78,11 @@ def build(st: State, worker: Worker) -> StepFrame | None:
     worker.inflight.append(record)
     st.total("steps")
     return _frame(worker, draft, record)
+
+
+def _has_orders(worker: Worker) -> bool:
+    """Pages or tails to publish or to retire with the next frame."""
+    return bool(worker.publishes or worker.publish_tails or worker.retire_pages or worker.retire_tails)
 
 
 def _record(st: State, worker: Worker, draft: Draft, rows: list[Row]) -> Record:
@@ -92,6 +98,18 @@ def _record(st: State, worker: Worker, draft: Draft, rows: list[Row]) -> Record:
             gens=lanes.gen[slots],
             seqs=lanes.seqs[slots],
             shape=Shape(rows=len(slots), row_context=draft.context),
+            sent_ns=st.now,
+        )
+    if not len(slots):  # none of lanes
+        return Record(
+            step=draft.step,
+            rows=rows,
+            rows_at=np.arange(len(rows)),
+            slots=_NONE,
+            slots_at=_NONE,
+            gens=_NONE,
+            seqs=_NOBODY,
+            shape=_shape(draft, rows),
             sent_ns=st.now,
         )
     per_rank = np.bincount(slots // worker.hello.slots, minlength=len(worker.ranks))
@@ -183,16 +201,17 @@ def _operations(worker: Worker, draft: Draft) -> dict[str, Any]:
 def _decode_rows(st: State, worker: Worker, draft: Draft) -> None:
     """All rows that can be, if there are budget and pages for all; else one after the other, in turn."""
     lanes = worker.lanes
-    slots = lanes.ready()
+    slots = lanes.ready() if lanes.count else _NONE
     others: list[Seq] = []
     if lanes.count < len(worker.running):
         others = [s for s in worker.running if s.phase is Phase.DECODE and s.lanes is None and _may_sample(s)]
     if len(slots) + len(others) > draft.budget or not _all_grow(st, worker, draft, slots, others):
         _in_turn(st, worker, draft)
         return
-    draft.slots, draft.context = slots, int(lanes.fed[slots].sum())
-    draft.budget -= len(slots)
-    lanes.plan(slots, draft.step)
+    if len(slots):
+        draft.slots, draft.context = slots, int(lanes.fed[slots].sum())
+        draft.budget -= len(slots)
+        lanes.plan(slots, draft.step)
     for seq in others:
         add_row(draft, Row(seq, seq.gen, False, seq.fed, 1, True))
 
@@ -204,7 +223,7 @@ def _may_sample(seq: Seq) -> bool:
 def _all_grow(st: State, worker: Worker, draft: Draft, slots: I64, others: list[Seq]) -> bool:
     """Pages for one more token of each. False, and nothing done, if that would take a running choice's pages."""
     lanes = worker.lanes
-    short = [*lanes.seqs[slots[lanes.fed[slots] >= lanes.room[slots]]]]
+    short = [*lanes.seqs[slots[lanes.fed[slots] >= lanes.room[slots]]]] if len(slots) else []
     short += [seq for seq in others if pages_for(seq.fed + 1) > len(seq.pages)]
     if not short:
         return True
