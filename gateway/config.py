@@ -58,6 +58,9 @@ class GatewayConfig:
     max_streams: int = option(4_096, "open generations of this process")
     max_waiting: int = option(1_024, "of them, those without a token yet")
     max_key_streams: int = option(64, "open generations of one API key, where keys are set")
+    stored_responses: int = option(1_024, "responses with store: true kept in memory, the oldest go first; 0: none")
+    stored_response_bytes: int = option(64 * MIB, "of all of them together")
+    stored_response_seconds: float = option(86_400.0, "how long one is kept")
     request_seconds: float = option(3_600.0, "deadline of a request")
     stream_stall_seconds: float = option(30.0, "a client that reads nothing for so long is cut off")
     log_format: Literal["text", "json"] = option("text", "text or json")
@@ -74,6 +77,9 @@ class GatewayConfig:
             "max_streams": (1, 1 << 20),
             "max_waiting": (1, 1 << 20),
             "max_key_streams": (1, 1 << 20),
+            "stored_responses": (0, 1 << 20),
+            "stored_response_bytes": (1_024, 1 << 36),
+            "stored_response_seconds": (1, 30 * 86_400),
             "request_seconds": (1, 14_400),
             "stream_stall_seconds": (0.01, 3_600),
         }

@@ -5,7 +5,7 @@ that is answered without streaming.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway.blocks import Block, Blocks, Step
@@ -37,8 +37,10 @@ class ResponsesAnswer:
         model: str,
         echo: Mapping[str, Any],
         logprobs: bool,
+        keep: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """`name` is the response's id, `echo` the settings the response repeats."""
+        """`name` is the response's id, `echo` the settings the response repeats; `keep` takes the whole answer."""
+        self._keep = keep
         self._generation = generation
         self._choice = generation.jobs[0].choices[0]
         self._tokenizer = tokenizer
@@ -152,6 +154,12 @@ class ResponsesAnswer:
 
     def message(self) -> dict[str, Any]:
         """The whole answer."""
+        response = self._ended()
+        if self._keep is not None:
+            self._keep(response)
+        return response
+
+    def _ended(self) -> dict[str, Any]:
         finish = self._choice.finish
         if finish == "abort":
             error = {"code": "server_error", "message": "the request was aborted"}

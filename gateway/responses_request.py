@@ -1,8 +1,8 @@
 """OpenAI's Responses request as a chat request.
 
-Items that belong to one assistant turn (reasoning, text, calls) become one message. What needs responses to be kept
-is refused with 501: nothing is stored here. Web search is dropped as the hosted service drops it; other tools than
-functions are refused.
+Items that belong to one assistant turn (reasoning, text, calls) become one message. Responses in the background,
+conversations and prompts kept by name are refused with 501. Web search is dropped as the hosted service drops it; other
+tools than functions are refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,19 +47,24 @@ class ResponsesRequest(RequestFields, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-def chat_of(body: ResponsesRequest, profile: Profile) -> Translated:
-    """The same request in chat's words. Raises 400 for what has none, 501 for what needs a store."""
+def chat_of(body: ResponsesRequest, profile: Profile, earlier: Sequence[Mapping[str, Any]] = ()) -> Translated:
+    """The same request in chat's words. Raises 400 for what has none, 501 for what is not there.
+
+    `earlier` are the items of the responses that this one goes on from, whose instructions no longer hold.
+    """
     _refuse_missing(body)
     turns = _Turns(profile)
     if body.instructions is not None:
         turns.add({"role": "system", "content": body.instructions}, "instructions")
+    for number, item in enumerate(earlier):
+        turns.take(item, f"previous_response_id.items[{number}]")
     if isinstance(body.input, str):
         turns.add({"role": "user", "content": body.input}, "input")
     elif body.input is not None:
         for number, item in enumerate(body.input):
             turns.take(item, f"input[{number}]")
     turns.flush()
-    if not turns.messages:
+    if not (body.input or body.instructions is not None):
         raise invalid("input", "input is required: a text or at least one item")
     fields = shared_fields(body)
     fields["max_tokens"] = body.max_output_tokens if body.max_output_tokens is not None else body.max_tokens
@@ -79,14 +84,19 @@ def chat_of(body: ResponsesRequest, profile: Profile) -> Translated:
     return Translated(chat, turns.origins, _NAMES)
 
 
+def items_of(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The request's own items; a text is what a user says."""
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    return list(body.input or ())
+
+
 def _refuse_missing(body: ResponsesRequest) -> None:
-    for field in ("store", "background", "previous_response_id", "conversation", "prompt"):
+    for field in ("background", "conversation", "prompt"):
         if getattr(body, field) not in (None, False):
-            raise missing_part(field, "what outlives its request", "a store of responses")
-    if body.truncation == "auto":
-        raise missing_part("truncation", "dropping items from the middle", "prompt truncation")
-    if body.truncation not in (None, "disabled"):
-        raise invalid("truncation", f"truncation is {quoted(body.truncation)}; accepted: disabled")
+            raise missing_part(field, "work that outlives its request", "a place that keeps it")
+    if body.truncation not in (None, "disabled", "auto"):
+        raise invalid("truncation", f"truncation is {quoted(body.truncation)}; accepted: auto, disabled")
 
 
 class _Turns:
@@ -123,7 +133,7 @@ class _Turns:
             content = self._parts(item.get("output"), f"{where}.output")
             self.add({"role": "tool", "tool_call_id": call_id, "content": content}, where)
         elif kind == "item_reference":
-            raise missing_part(where, "an item named by its id", "a store of responses")
+            raise missing_part(where, "an item named by its id", "a store of items")
         elif kind != "web_search_call":
             raise invalid(f"{where}.type", f"{where}.type is {quoted(kind)}, which this server does not know")
 
@@ -238,16 +248,16 @@ def echo_of(body: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "service_tier": "default",
-        "store": False,
+        "store": bool(body.store),
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": [{"strict": None, **tool} for tool in tools if not _searches(tool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
     }

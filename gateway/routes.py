@@ -32,7 +32,7 @@ from gateway.operations import (
     server_info,
 )
 from gateway.reading import parse_function_call, separate_reasoning
-from gateway.responses import count_input_tokens, one_response, responses
+from gateway.responses import cancel_response, count_input_tokens, input_items, one_response, responses
 from gateway.responses_request import ResponsesRequest
 from gateway.schema import (
     AbortRequest,
@@ -68,7 +68,7 @@ class Route:
 
 async def openapi(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     """This document."""
-    body = document((*ROUTES, _MODEL, _RESPONSE))
+    body = document((*ROUTES, _MODEL, _RESPONSE, _CANCEL, _ITEMS))
     return web.Response(body=body, content_type="application/json", charset="utf-8", headers=exchange.headers)
 
 
@@ -120,7 +120,10 @@ ROUTES = (
     Route(("/explain",), ("POST",), explain, body=ExplainRequest, operator=True),
 )
 _MODEL = Route(("/v1/models/{id}",), ("GET",), one_model)
-_RESPONSE = Route(("/v1/responses/{id}",), ("GET", "POST", "DELETE"), one_response)
+_RESPONSE = Route(("/v1/responses/{id}",), ("GET", "DELETE"), one_response)
+_CANCEL = Route(("/v1/responses/{id}/cancel",), ("POST",), cancel_response)
+_ITEMS = Route(("/v1/responses/{id}/input_items",), ("GET",), input_items)
+_OF_RESPONSE = {"cancel": _CANCEL, "input_items": _ITEMS}
 _PREFIXES = (
     ("/v1/models/", _MODEL),
     ("/models/", _MODEL),
@@ -169,5 +172,9 @@ def _match(path: str) -> Match | None:
         return Match(route)
     for prefix, route in _PREFIXES:
         if path.startswith(prefix):
-            return Match(route, path.removeprefix(prefix))
+            name = path.removeprefix(prefix)
+            if route is _RESPONSE:
+                name, _, action = name.partition("/")
+                return Match(_OF_RESPONSE.get(action, _RESPONSE), name) if action in ("", *_OF_RESPONSE) else None
+            return Match(route, name)
     return None

@@ -26,6 +26,7 @@ from gateway.schema import BodyDecoder
 from gateway.scores import ScoreRequest
 from gateway.spans import note_answer, note_jobs, note_sampling, stamp
 from gateway.sse import StallGuard
+from gateway.stored import ResponseStore, StoreLimits
 from gateway.text.output_parser import OutputParser
 from gateway.text.tokenizer import Tokenizer
 from gateway.validate import Sampling
@@ -43,6 +44,12 @@ class Siblings(Protocol):
 
     async def abort(self, tenant: str, rid: str) -> None:
         """An empty rid stands for all of the tenant's requests."""
+
+    async def stored(self, tenant: str, name: str) -> bytes | None:
+        """A response that one of them keeps."""
+
+    async def forget(self, tenant: str, name: str) -> bool:
+        """Whether one of them had it."""
 
     async def stop(self) -> None: ...
 
@@ -67,6 +74,9 @@ class Gateway:
         self.encoder = PromptEncoder(config.encode_threads)
         self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)
+        self.stored = ResponseStore(
+            StoreLimits(config.stored_responses, config.stored_response_bytes, config.stored_response_seconds)
+        )
         self.siblings: Siblings | None = None  # other processes of the same port
         self._handles: dict[tuple[str, str], list[RequestId]] = {}  # (tenant, rid) of what is in flight
         self._open: dict[RequestId, str] = {}  # and its tenant
@@ -240,6 +250,17 @@ class Gateway:
             self.abort(tenant, rid)
         else:
             self.abort_all(tenant)
+
+    async def stored_response(self, tenant: str, name: str) -> bytes | None:
+        """A kept response, wherever on this port it was made."""
+        found = self.stored.get(tenant, name)
+        return found if found is not None or self.siblings is None else await self.siblings.stored(tenant, name)
+
+    async def forget_response(self, tenant: str, name: str) -> bool:
+        """False if no process of this port keeps it."""
+        if self.stored.drop(tenant, name):
+            return True
+        return self.siblings is not None and await self.siblings.forget(tenant, name)
 
     def abort(self, tenant: str, rid: str) -> None:
         """Abort the requests under a tenant's handle; an unknown one does nothing."""

@@ -1,7 +1,7 @@
 """The parent's side: passes a question of one gateway on to all of them, and brings the answers together.
 
 `metrics` merges their expositions; `abort` ends a request wherever it runs; `placed` tells all where prompts went. A
-gateway that does not answer within a second is left out.
+gateway that does not answer within a second is left out. `stored` and `forget` find who keeps a response.
 """
 
 import asyncio
@@ -39,6 +39,8 @@ class Hub:
             *(talk.ask(what, **arguments) for talk in list(self._talks)), return_exceptions=True
         )
         found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if what in ("stored", "forget"):  # one of them has it
+            return next((answer for answer in found if answer), None)
         if what == "metrics":
             return merge(text for text in found if isinstance(text, str)).decode()
         return len(found)

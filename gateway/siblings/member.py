@@ -63,6 +63,19 @@ class Member:
             log.warning("aborted in this process alone: %s", type(error).__name__)
             self._abort(tenant, rid)
 
+    async def stored(self, tenant: str, name: str) -> bytes | None:
+        """A response that any of them keeps; None while the parent does not answer."""
+        with suppress(OSError, TimeoutError):
+            found = await self._talk.ask("stored", tenant=tenant, name=name)
+            return None if found is None else str(found).encode()
+        return None
+
+    async def forget(self, tenant: str, name: str) -> bool:
+        """Whether one of them had it, and no longer has."""
+        with suppress(OSError, TimeoutError):
+            return bool(await self._talk.ask("forget", tenant=tenant, name=name))
+        return False
+
     def _note_placed(self, index: int, keys: Sequence[bytes]) -> None:
         if self._untold + len(keys) > MOST_TOLD:
             return
@@ -86,6 +99,11 @@ class Member:
         if what == "abort":
             self._abort(str(arguments["tenant"]), str(arguments["rid"]))
             return True
+        if what == "stored":
+            found = self._gateway.stored.get(str(arguments["tenant"]), str(arguments["name"]))
+            return None if found is None else found.decode()
+        if what == "forget":
+            return self._gateway.stored.drop(str(arguments["tenant"]), str(arguments["name"]))
         if what == "placed" and isinstance(self._gateway.mesh, Fleet):
             for index, text in arguments["prompts"]:
                 keys = b64decode(text)

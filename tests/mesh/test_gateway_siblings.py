@@ -110,6 +110,25 @@ async def test_an_abort_finds_its_request_in_another_process(mesh):
     assert events[-1]["choices"][0]["finish_reason"] == "abort"
 
 
+async def test_a_kept_response_is_found_and_forgotten_from_any_process(mesh):
+    url, _, _ = mesh
+
+    async def call(method, path, **options):
+        async with aiohttp.ClientSession() as session, session.request(method, url + path, **options) as response:
+            return response.status, await response.json()
+
+    body = {"model": "v4-nano", "input": "Hi", "store": True, "max_output_tokens": 4}
+    _, made = await call("POST", "/v1/responses", json=body)
+    path = f"/v1/responses/{made['id']}"
+    asked = [await call("GET", path) for _ in range(12)]
+    assert all(status == 200 and answer == made for status, answer in asked)
+    on = {**body, "store": False, "previous_response_id": made["id"]}
+    answers = [await call("POST", "/v1/responses", json=on) for _ in range(6)]
+    assert {answer["usage"]["input_tokens"] > made["usage"]["input_tokens"] for _, answer in answers} == {True}
+    assert (await call("DELETE", path))[0] == 200
+    assert {(await call(method, path))[0] for method in ("GET", "DELETE") for _ in range(6)} == {404}
+
+
 async def test_a_killed_process_comes_back_and_the_others_go_on(mesh):
     url, parent, log = mesh
     victim = psutil.Process(parent.process.pid).children()[0]

@@ -82,7 +82,7 @@ async def test_the_client_runs_a_round_with_tools(client, served, streamed):
     assert second.status == "completed"
 
 
-async def test_the_clients_errors_and_routes_without_a_store(client):
+async def test_the_clients_errors_and_unknown_responses(client):
     with pytest.raises(openai.BadRequestError) as refused:
         await client.responses.create(model="v4-nano", input="Hi", temperature=5)
     assert refused.value.param == "temperature"
@@ -224,12 +224,10 @@ async def test_labels_of_a_response(served):
 @pytest.mark.parametrize(
     "body, status, param",
     [
-        ({"store": True}, 501, "store"),
         ({"background": True}, 501, "background"),
-        ({"previous_response_id": "resp_1"}, 501, "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, 404, "previous_response_id"),
         ({"conversation": {"id": "c"}}, 501, "conversation"),
         ({"prompt": {"id": "p"}}, 501, "prompt"),
-        ({"truncation": "auto"}, 501, "truncation"),
         ({"truncation": "some"}, 400, "truncation"),
         ({"input": None}, 400, "input"),
         ({"input": []}, 400, "input"),
