@@ -62,37 +62,69 @@ def boundary(bench: Bench, tokens: Sequence[int]) -> None:
             bench.check(f"mhc_fp8_{t}", back, truths[3].float() * truths[4].repeat_interleave(128, 1))
 
 
-def boundary_cuts(bench: Bench) -> None:
-    """Other ways to cut pass 1 at many tokens."""
-    from worker_svc.ops.hyper_boundary import Workspace, prepare_mixer, triton
+CUTS_MANY = (
+    (64, 32, 4, 3, 0),
+    (64, 32, 8, 1, 128),
+    (64, 32, 8, 2, 0),
+    (64, 32, 8, 2, 128),
+    (64, 32, 8, 3, 128),
+    (64, 64, 8, 2, 0),
+    (128, 32, 8, 2, 0),
+    (32, 32, 4, 2, 0),
+    (32, 32, 4, 3, 0),
+    (32, 64, 8, 1, 0),
+    (32, 64, 8, 2, 0),
+    (16, 64, 4, 2, 0),
+    (16, 128, 8, 2, 0),
+)
+"""Tokens and channels of a tile, warps, stages, registers."""
+CUTS_FEW = ((16, 64, 4, 2, 0), (16, 64, 4, 3, 0), (16, 128, 8, 2, 0), (32, 64, 8, 2, 0), (32, 32, 4, 2, 0))
+
+
+def boundary_cuts(bench: Bench, sizes: Sequence[int] = (256, 1024, 4096, 16384)) -> None:
+    """Other ways to cut a boundary at many tokens: microseconds of both passes, after attention and after experts."""
+    from worker_svc.ops.hyper_boundary import BoundaryRules, Workspace, prepare_mixer, triton
 
     mixer = prepare_mixer(
         *(bench.randn(*shape, dtype=torch.float32, scale=0.01) for shape in ((24, 4 * D), (3,), (24,)))
     )
-    for t in (256, 1024, 4096):
-        space = Workspace(t, D, "meta" if bench.warming else bench.device)
+    rules, norm, usual = BoundaryRules(20, 1e-6, 1e-6), bench.randn(D, dtype=torch.float32), triton.split
+    for t in sizes:
+        space = Workspace(max(t, 2048), D, "meta" if bench.warming else bench.device)
         if bench.warming:
             space.partials = torch.empty(space.partials.numel())
-        x, new, o = bench.randn(t, 4, D), bench.empty(t, 4, D), bench.randn(t, D)
+        x, new, o, rows = bench.randn(t, 4, D), bench.empty(t, 4, D), bench.randn(t, D), bench.randn(t * K, D)
         post, comb = (bench.randn(t, n, dtype=torch.float32).sigmoid() for n in (4, 16))
-        results, usual = [], triton.split
-        for rows, channels, warps in ((16, 64, 4), (16, 128, 8), (32, 64, 8), (64, 32, 4), (64, 32, 8), (64, 64, 8)):
-            for parts in (2, 4, 8):
-                for stages in (1, 2):
-                    if t // rows * parts < 128 or (stages == 2 and parts == 8):
-                        continue
-                    cut = triton.Split(rows, channels, D // channels // parts, parts, warps, stages)
-                    triton.split = partial(lambda chosen, tokens, width: chosen, cut)
-                    call = partial(triton.post_mix, x, new, post, comb, mixer, space, o, None, None)
-                    try:
-                        results.append((bench.time([call] * 10, 5), str(cut)))
-                    except Exception as error:  # noqa: BLE001 - a cut that does not fit is a result
-                        print(f"  {cut}: {type(error).__name__}")
+        y, q = bench.empty(t, D), bench.empty(t, D, dtype=torch.float8_e4m3fn)
+        sf = bench.empty(D // 128, -(-t // 4) * 4, dtype=torch.float32).t()[:t]
+        into = (x, new, post, comb, mixer, space)
+        calls = (
+            partial(triton.post_mix, *into, o, None, None),
+            partial(triton.post_mix, *into, None, rows, o),
+            partial(triton.pre_norm, new, mixer, space, norm, rules, y, post, comb, q, sf, None),
+        )
+        results = []
+        cuts = [
+            triton.Split(tokens, channels, D // channels // parts, parts, warps, stages, registers)
+            for tokens, channels, warps, stages, registers in (CUTS_FEW if t <= 1024 else CUTS_MANY)
+            for parts in ((8, 16) if t <= 1024 else (2, 4))
+        ]
+        cuts += [triton.Split(16, 128, 1, D // 128, 4)] * (t <= 256)
+        for cut in [usual(t, D), *cuts]:
+            triton.split = partial(lambda chosen, tokens, width: chosen, cut)
+            try:
+                micros = [bench.time([call] * 8, 5) for call in calls]
+            except Exception as error:  # noqa: BLE001 - a cut that does not fit is a result
+                print(f"  {cut}: {type(error).__name__}")
+                continue
+            results.append((sum(micros), " + ".join(f"{m:.1f}" for m in micros), str(cut)))
         triton.split = usual
         if not bench.warming:
-            best = sorted(results)[:5]
-            print(f"mhc_post {t}: " + "; ".join(f"{micros:.1f} {cut}" for micros, cut in best), flush=True)
-            bench.metrics[f"cuts_{t}"] = f"{best[0][0]:.1f} {best[0][1]}"
+            print(f"boundary {t} now: {results[0]}", flush=True)
+            for total, each, cut_name in sorted(results)[:4]:
+                print(f"   {total:.1f} = {each} {cut_name}", flush=True)
+            best = min(results)
+            bench.metrics[f"cuts_{t}"] = f"{best[0]:.1f} = {best[1]} {best[2]}"
 
 
 def routing(bench: Bench, tokens: Sequence[int]) -> None:
@@ -174,6 +206,8 @@ def sampling(bench: Bench, rows: Sequence[int]) -> None:
             "greedy": (0.0, 0, 1.0),
             "plain": (1.0, 0, 1.0),
             "top": (0.8, 50, 0.95),
+            "nucleus": (0.25, 0, 0.95),
+            "flat_nucleus": (0.8, 0, 0.95),
         }.items():
             device = logits.device
             params = Params(

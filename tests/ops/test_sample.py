@@ -34,6 +34,18 @@ def _both(logits, params, **more):
     return results
 
 
+@pytest.fixture(params=["one lane each", "few lanes", "no room"])
+def ways(request, monkeypatch):
+    """As at the size of a real vocabulary: several values to a lane; and rows whose values do not fit."""
+    if request.param == "few lanes":
+        monkeypatch.setattr(kernels, "SCAN", 256)
+    if request.param == "no room":
+        monkeypatch.setattr(kernels, "SCAN", 1024)
+        monkeypatch.setattr(kernels, "SLOW", 512)
+        monkeypatch.setattr(kernels, "ROOM", 4)
+
+
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -52,6 +64,7 @@ def test_tokens_are_the_host_samplers(fixed):
     assert ours == truth and ours[1] == [0, 0, 0]
 
 
+@pytest.mark.usefixtures("ways")
 def test_equal_values_at_a_boundary_keep_the_lower_ids():
     draw = torch.Generator().manual_seed(4)
     logits = torch.randint(0, 4, (2, VOCAB), generator=draw).float()

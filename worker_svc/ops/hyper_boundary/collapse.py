@@ -9,6 +9,7 @@ Scalars where a token is spread over several programs (`_total`), a token per th
 import triton
 import triton.language as tl
 
+from worker_svc.ops.hyper_boundary.mix import LINE
 from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3, to_bf16
 
 
@@ -106,7 +107,7 @@ def collapse_norm(
                 tl.store(twice_ptr + row64 * twice_token + b * twice_block, scale, mask=b * 128 < WIDTH)
 
 
-@triton.jit(do_not_specialize=["asked"])
+@triton.jit(do_not_specialize=["asked", "num_tokens"])
 def mixing_weights(
     part_ptr,
     scale_ptr,
@@ -116,6 +117,7 @@ def mixing_weights(
     post_ptr,
     comb_ptr,
     asked,
+    num_tokens,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     HEAD: tl.constexpr,
@@ -130,23 +132,23 @@ def mixing_weights(
     t = row
     if HEAD:
         t = tl.load(rows_ptr + row, mask=here, other=0)
-    parts = part_ptr + t.to(tl.int64) * (42 * PARTS)
-    total = _column(parts, 32, here, PARTS)
+    parts = part_ptr + t.to(tl.int64) * LINE
+    total = _column(parts, 32, here, num_tokens, PARTS)
     factor = tl.rsqrt(total * (1.0 / (4 * WIDTH)) + NORM_EPS)
     a = tl.load(scale_ptr) * factor
     for k in tl.static_range(4):
-        gate = _gate(_column(parts, k, here, PARTS) * a + tl.load(base_ptr + k))
+        gate = _gate(_column(parts, k, here, num_tokens, PARTS) * a + tl.load(base_ptr + k))
         tl.store(pre_ptr + row * 4 + k, gate + EPS, mask=here)
     if not HEAD:
         a = tl.load(scale_ptr + 1) * factor
         for k in tl.static_range(4):
-            gate = _gate(_column(parts, 4 + k, here, PARTS) * a + tl.load(base_ptr + 4 + k))
+            gate = _gate(_column(parts, 4 + k, here, num_tokens, PARTS) * a + tl.load(base_ptr + 4 + k))
             tl.store(post_ptr + row * 4 + k, 2.0 * gate, mask=here)
         a = tl.load(scale_ptr + 2) * factor
-        c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, PARTS, EPS)
-        c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, PARTS, EPS)
-        c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, PARTS, EPS)
-        c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, PARTS, EPS)
+        c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, num_tokens, PARTS, EPS)
+        c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, num_tokens, PARTS, EPS)
+        c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, num_tokens, PARTS, EPS)
+        c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, num_tokens, PARTS, EPS)
         c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
         c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
         c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
@@ -168,21 +170,21 @@ def mixing_weights(
 
 
 @triton.jit
-def _column(parts, column, here, PARTS: tl.constexpr):
+def _column(parts, column, here, num_tokens, PARTS: tl.constexpr):
     """One column's sum for a vector of tokens."""
-    total = tl.load(parts + column * PARTS, mask=here, other=0.0)
+    total = tl.load(parts + column, mask=here, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + column * PARTS + part, mask=here, other=0.0)
+        total += tl.load(parts + part * num_tokens * LINE + column, mask=here, other=0.0)
     return total
 
 
 @triton.jit
-def _softmax_columns(parts, here, column, a, base_ptr, PARTS: tl.constexpr, EPS: tl.constexpr):
+def _softmax_columns(parts, here, column, a, base_ptr, num_tokens, PARTS: tl.constexpr, EPS: tl.constexpr):
     """One row of comb before the Sinkhorn loop, for a vector of tokens."""
-    r0 = _column(parts, column, here, PARTS) * a + tl.load(base_ptr + column)
-    r1 = _column(parts, column + 1, here, PARTS) * a + tl.load(base_ptr + column + 1)
-    r2 = _column(parts, column + 2, here, PARTS) * a + tl.load(base_ptr + column + 2)
-    r3 = _column(parts, column + 3, here, PARTS) * a + tl.load(base_ptr + column + 3)
+    r0 = _column(parts, column, here, num_tokens, PARTS) * a + tl.load(base_ptr + column)
+    r1 = _column(parts, column + 1, here, num_tokens, PARTS) * a + tl.load(base_ptr + column + 1)
+    r2 = _column(parts, column + 2, here, num_tokens, PARTS) * a + tl.load(base_ptr + column + 2)
+    r3 = _column(parts, column + 3, here, num_tokens, PARTS) * a + tl.load(base_ptr + column + 3)
     return _softmax(r0, r1, r2, r3, EPS)
 
 

@@ -13,20 +13,24 @@ STREAMS = 4
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """hc_fn as the BF16 pair high + low [outputs, 4 D] (16 bits of mantissa), with scale and base FP32.
+    """hc_fn as the BF16 pair high + low, `both` [2, 32, 4 D] (16 bits of mantissa), with scale and base FP32.
 
-    outputs is 24 (pre, post, comb; three scales) for a sublayer and 4 (one scale) for the head.
+    outputs is 24 (pre, post, comb; three scales) for a sublayer and 4 (one scale) for the head; rows behind are zero.
     """
 
-    high: Tensor
-    low: Tensor
+    both: Tensor
     scale: Tensor
     base: Tensor
 
     @property
     def outputs(self) -> int:
         """Numbers per token."""
-        return self.high.shape[0]
+        return self.base.shape[0]
+
+    @property
+    def fn(self) -> Tensor:
+        """hc_fn FP32 [outputs, 4 D], as far as the pair holds it."""
+        return self.both[:, : self.outputs].float().sum(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +46,10 @@ def prepare_mixer(fn: Tensor, scale: Tensor, base: Tensor) -> Mixer:
     """fn FP32 [24, 4 D] with scale [3], or [4, 4 D] with scale [1]; base [24] or [4]. As the checkpoint holds them."""
     assert fn.shape[1] % STREAMS == 0 and base.shape == fn.shape[:1], (fn.shape, base.shape)
     assert (fn.shape[0], scale.numel()) in ((24, 3), (4, 1)), (fn.shape, scale.shape)
-    high = fn.to(torch.bfloat16)
-    low = (fn - high.float()).to(torch.bfloat16)
-    return Mixer(high.contiguous(), low.contiguous(), scale.float().contiguous(), base.float().contiguous())
+    both = torch.zeros(2, 32, fn.shape[1], dtype=torch.bfloat16, device=fn.device)
+    both[0, : fn.shape[0]] = fn
+    both[1, : fn.shape[0]] = fn - both[0, : fn.shape[0]].float()
+    return Mixer(both, scale.float().contiguous(), base.float().contiguous())
 
 
 class Workspace:

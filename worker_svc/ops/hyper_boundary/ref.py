@@ -76,5 +76,4 @@ def head_norm(x: Tensor, mixer: Mixer, norm_weight: Tensor, rules: BoundaryRules
 
 def _mixes(x: Tensor, mixer: Mixer, scale: Tensor, rules: BoundaryRules) -> Tensor:
     flat = x.flatten(1).float()
-    fn = mixer.high.float() + mixer.low.float()
-    return (flat @ fn.t()) * inverse_rms(flat, rules.norm_eps) * scale + mixer.base
+    return (flat @ mixer.fn.t()) * inverse_rms(flat, rules.norm_eps) * scale + mixer.base

@@ -1,4 +1,4 @@
-"""The boundary as two Triton kernels, one pass over the streams each.
+"""The boundary as two passes over the streams, each a Triton kernel in two forms: for few and for many tokens.
 
 Pass 1 splits tokens and channels: it mixes the sublayer's output into the streams and sums, per split, the next
 mixer's products (tensor cores, BF16 streams times the mixer's high and low halves) and what the norm needs. Pass 2
@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from worker_svc.ops.hyper_boundary.collapse import collapse_norm, mixing_weights
-from worker_svc.ops.hyper_boundary.mix import mix_streams
+from worker_svc.ops.hyper_boundary.mix import mix_few, mix_many
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
 
 EMBED, OUTPUT, EXPERTS = 0, 1, 2
@@ -31,7 +31,8 @@ WEIGHT_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How pass 1 is cut: tokens and channels per tile, tiles per program, programs along the channels, warps."""
+    """How pass 1 is cut: tokens and channels per tile, tiles per program, programs along the channels, warps, pipeline
+    stages; registers of a thread at most, 0 for as many as it takes."""
 
     tokens: int
     channels: int
@@ -39,6 +40,7 @@ class Split:
     parts: int
     warps: int
     stages: int = 2
+    registers: int = 0
 
     @property
     def gram(self) -> bool:
@@ -117,7 +119,9 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
     cut = split(tokens, width)
     assert tokens * cut.parts * _COLUMNS <= workspace.partials.numel(), "the workspace is for fewer tokens"
     assert width % cut.channels == 0, (width, cut.channels)
-    mix_streams[(triton.cdiv(tokens, cut.tokens), cut.parts)](
+    kernel, along = (mix_few, {"PARTS": cut.parts}) if cut.gram else (mix_many, {"TILES": cut.tiles})
+    limit = {"maxnreg": cut.registers} if cut.registers else {}
+    kernel[(triton.cdiv(tokens, cut.tokens), cut.parts)](
         x_in,
         x_out,
         out,
@@ -126,19 +130,17 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
         comb,
         ids,
         embed,
-        mixer.high,
-        mixer.low,
+        mixer.both,
         workspace.partials,
         tokens,
         WIDTH=width,
         OUTPUTS=mixer.outputs,
         SOURCE=source,
         PER_TOKEN=per_token,
-        GRAM=cut.gram,
         TOKENS=cut.tokens,
         CHANNELS=cut.channels,
-        TILES=cut.tiles,
-        PARTS=cut.parts,
+        **along,
+        **limit,
         num_warps=cut.warps,
         num_stages=cut.stages,
     )
@@ -168,6 +170,7 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
             post,
             comb,
             asked,
+            tokens,
             WIDTH=width,
             PARTS=cut.parts,
             HEAD=head,

@@ -1,6 +1,9 @@
 """Which values top-k, top-p and min-p leave, one program per row; rows that ask for none of them leave at once.
 
-Top-k is a radix search over the values' bits, top-p a search of the same bits over masses, three bits a pass.
+A row is read three times. The highest value of each of SCAN lanes gives a bound that at least top_k values, or top_p of
+the mass, are not below: few values lie above it beside those, and they are collected. The exact bound is searched
+among these, in registers, by their bits; masses are integers, so that the order in which values were collected does
+not matter. What collects more than ROOM values (a flat distribution, a large top_k) is searched in the whole row.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -9,7 +12,10 @@ Top-k is a radix search over the values' bits, top-p a search of the same bits o
 import triton
 import triton.language as tl
 
-from worker_svc.ops.sample.values import GREEDY_BELOW, LARGEST, keys, scaled_values, stays
+from worker_svc.ops.sample.values import GREEDY_BELOW, LARGEST, allowed_values, keys, ordered, scaled_values, stays
+
+MASS_ONE = tl.constexpr(float(1 << 42))
+"""A mass of one as an integer: 4096 of them fit in 63 bits."""
 
 
 @triton.jit
@@ -22,6 +28,9 @@ def threshold(
     floats_ptr,
     last_tie_ptr,
     float_row,
+    found_ptr,
+    values_ptr,
+    ids_ptr,
     never_ptr,
     masks_ptr,
     NEVER: tl.constexpr,
@@ -29,8 +38,12 @@ def threshold(
     VOCAB: tl.constexpr,
     TILES: tl.constexpr,
     SCAN: tl.constexpr,
+    SLOW: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
-    """floats[row, TILES]: the lowest value that stays; [.., TILES + 1]: the lowest that min-p leaves; last_tie[row]."""
+    """floats[row, TILES]: the lowest value that stays; [.., TILES + 1]: the lowest that min-p leaves; last_tie[row].
+
+    found int32 [rows], values FP32 and ids int32 [rows, ROOM] are scratch."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -42,37 +55,206 @@ def threshold(
     floor = -LARGEST
     lane = tl.arange(0, SCAN)
     if drawn & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
-        best = -LARGEST
-        finite = 0
+        peaks = tl.full((SCAN,), -LARGEST, tl.float32)
+        finite = tl.zeros((SCAN,), tl.int32)
         for first in range(0, VOCAB, SCAN):
-            v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, first + lane, temperature, NEVER, MASKED, VOCAB)
-            best = tl.maximum(best, tl.max(v, 0))
-            finite += tl.sum((v > -LARGEST).to(tl.int32), 0)
-        if (top_k > 0) & (top_k < finite):
-            bound, last_tie = _top_k(
-                logits_ptr, never_ptr, masks_ptr, row, temperature, top_k, NEVER, MASKED, VOCAB, SCAN
-            )
-        if top_p < 1.0:
-            bound, last_tie = _top_p(
+            v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, first + lane, NEVER, MASKED, VOCAB)
+            peaks = tl.maximum(peaks, v)
+            finite += (v > -LARGEST).to(tl.int32)
+        best_raw = tl.max(peaks, 0)
+        best = tl.div_rn(best_raw, temperature) + 0.0
+        by_count = (top_k > 0) & (top_k < tl.sum(finite, 0))
+        if by_count | (top_p < 1.0):
+            total = tl.full((), 0.0, tl.float64)
+            if not by_count:
+                masses = tl.zeros((SCAN,), tl.float32)
+                for first in range(0, VOCAB, SCAN):
+                    v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, first + lane, NEVER, MASKED, VOCAB)
+                    masses += tl.exp((v - best_raw) / temperature)
+                total += tl.sum(masses.to(tl.float64), 0)
+            reach = _lanes_bound(peaks, best_raw, temperature, by_count, top_k, top_p, total)
+            found = _collect(
                 logits_ptr,
                 never_ptr,
                 masks_ptr,
                 row,
-                temperature,
-                top_p,
-                best,
-                bound,
-                last_tie,
+                reach,
+                found_ptr + row,
+                values_ptr + row * ROOM,
+                ids_ptr + row * ROOM,
                 NEVER,
                 MASKED,
                 VOCAB,
                 SCAN,
+                ROOM,
             )
+            if found <= ROOM:
+                bound, last_tie = _among(
+                    values_ptr + row * ROOM,
+                    ids_ptr + row * ROOM,
+                    found,
+                    temperature,
+                    best,
+                    by_count,
+                    top_k,
+                    top_p,
+                    total,
+                    VOCAB,
+                    ROOM,
+                )
+            else:
+                if by_count:
+                    bound, last_tie = _top_k(
+                        logits_ptr, never_ptr, masks_ptr, row, temperature, top_k, NEVER, MASKED, VOCAB, SCAN
+                    )
+                if top_p < 1.0:
+                    bound, last_tie = _top_p(
+                        logits_ptr,
+                        never_ptr,
+                        masks_ptr,
+                        row,
+                        temperature,
+                        top_p,
+                        best,
+                        bound,
+                        last_tie,
+                        NEVER,
+                        MASKED,
+                        VOCAB,
+                        SLOW,
+                    )
         if min_p > 0.0:
             floor = best + tl.log(min_p)
     tl.store(floats_ptr + row * float_row + TILES, bound)
     tl.store(floats_ptr + row * float_row + TILES + 1, floor)
     tl.store(last_tie_ptr + row, last_tie)
+
+
+@triton.jit
+def _lanes_bound(peaks, best, temperature, by_count, top_k, top_p, total):
+    """A value, not scaled, that top_k values or top_p of the mass are not below, a little lower than the highest peak
+    for which that is sure; -inf if no peak is. Values that scaling makes equal to it are not below it either."""
+    there = peaks > -LARGEST
+    mass = tl.where(there, tl.exp((peaks - best) / temperature), 0.0)
+    weight = tl.where(by_count, there.to(tl.float32), mass)
+    target = tl.where(by_count, top_k.to(tl.float32), (total * top_p.to(tl.float64) * 1.00002).to(tl.float32))
+    key = ordered(peaks)
+    low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(tl.where(there, key, -0x7FFFFFFF), 0).to(tl.int64)
+    sure = tl.sum(weight, 0) >= target
+    while low < high:
+        middle = (low + high + 1) >> 1
+        reached = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0), 0) >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    bound = tl.max(tl.where(there & (key <= low.to(tl.int32)), peaks, -LARGEST), 0)
+    return tl.where(sure, bound - tl.abs(bound) * 1e-6 - 1e-30, -LARGEST)
+
+
+@triton.jit
+def _collect(
+    logits_ptr,
+    never_ptr,
+    masks_ptr,
+    row,
+    reach,
+    found_ptr,
+    values_ptr,
+    ids_ptr,
+    NEVER: tl.constexpr,
+    MASKED: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SCAN: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """Values from `reach` up and their ids, in any order; returns how many there are, stored or not."""
+    lane = tl.arange(0, SCAN)
+    tl.atomic_xchg(found_ptr, 0)
+    tl.debug_barrier()
+    for first in range(0, VOCAB, SCAN):
+        ids = first + lane
+        v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, ids, NEVER, MASKED, VOCAB)
+        taken = (v >= reach) & (v > -LARGEST)
+        place = tl.atomic_add(found_ptr + tl.zeros_like(ids), 1, mask=taken)
+        fits = taken & (place < ROOM)
+        tl.store(values_ptr + place, v, mask=fits)
+        tl.store(ids_ptr + place, ids, mask=fits)
+    tl.debug_barrier()
+    return tl.atomic_add(found_ptr, 0)
+
+
+@triton.jit
+def _among(
+    values_ptr,
+    ids_ptr,
+    found,
+    temperature,
+    best,
+    by_count,
+    top_k,
+    top_p,
+    total,
+    VOCAB: tl.constexpr,
+    ROOM: tl.constexpr,
+):
+    """The lowest value that top-k and then top-p leave, and the last id among those equal to it; `total` is the row's
+    mass where there is no top-k."""
+    place = tl.arange(0, ROOM)
+    inside = place < found
+    v = tl.load(values_ptr + place, mask=inside, other=-LARGEST)
+    ids = tl.load(ids_ptr + place, mask=inside, other=VOCAB)
+    v = tl.div_rn(v, temperature + tl.zeros_like(v)) + 0.0
+    key = ordered(v)
+    bound = -LARGEST
+    last_tie = VOCAB
+    if by_count:
+        one = inside.to(tl.int64)
+        cut = _cut(key, one, inside, top_k.to(tl.float64))
+        above = inside & (key > cut)
+        equal = inside & (key == cut)
+        last_tie = _last_of(ids, equal, top_k - tl.sum(above.to(tl.int32), 0))
+        bound = tl.max(tl.where(equal, v, -LARGEST), 0)
+        inside = above | (equal & (ids <= last_tie))
+    if top_p < 1.0:
+        mass = tl.where(inside, (tl.exp(v - best) * MASS_ONE).to(tl.int64), 0)
+        all_mass = tl.where(by_count, tl.sum(mass, 0).to(tl.float64), total * MASS_ONE)
+        target = all_mass * top_p.to(tl.float64)
+        cut = _cut(key, mass, inside, target)
+        equal = inside & (key == cut)
+        own = tl.maximum(tl.max(tl.where(equal, mass, 0), 0), 1).to(tl.float64)
+        missing = target - tl.sum(tl.where(key > cut, mass, 0), 0).to(tl.float64)
+        # Equal values count one by one: the i-th (from 0) stays while the mass before it is below the target.
+        wanted = tl.minimum(tl.maximum(tl.ceil(missing / own), 1.0), VOCAB).to(tl.int32)
+        last_tie = _last_of(ids, equal, wanted)
+        bound = tl.max(tl.where(equal, v, -LARGEST), 0)
+    return bound, last_tie
+
+
+@triton.jit
+def _cut(key, weight, inside, target):
+    """The highest key such that what has it or a higher one weighs `target`; the lowest if nothing does."""
+    low = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(tl.where(inside, key, -0x7FFFFFFF), 0).to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        reached = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0), 0).to(tl.float64) >= target
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _last_of(ids, equal, wanted):
+    """The id of the wanted-th of the equal ones, counted from id 0; of the last if they are fewer."""
+    low = tl.full((), 0, tl.int32)
+    high = tl.max(tl.where(equal, ids, 0), 0)
+    if tl.sum(equal.to(tl.int32), 0) > wanted:
+        while low < high:
+            middle = (low + high) >> 1
+            reached = tl.sum((equal & (ids <= middle)).to(tl.int32), 0) >= wanted
+            high = tl.where(reached, middle, high)
+            low = tl.where(reached, low, middle + 1)
+    return high
 
 
 @triton.jit
@@ -169,17 +351,17 @@ def _top_p(
 ):
     """The fewest most probable of what stays so far whose mass reaches top_p: its lowest value and last tie."""
     lane = tl.arange(0, SCAN)
-    total = tl.full((), 0.0, tl.float64)
+    masses = tl.zeros((SCAN,), tl.float32)
     for first in range(0, VOCAB, SCAN):
         ids = first + lane
         v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, ids, temperature, NEVER, MASKED, VOCAB)
-        total += tl.sum(tl.where(stays(v, ids, bound, last_tie), tl.exp(v - best), 0.0), 0).to(tl.float64)
-    target = total * top_p.to(tl.float64)
+        masses += tl.where(stays(v, ids, bound, last_tie), tl.exp(v - best), 0.0)
+    target = tl.sum(masses.to(tl.float64), 0) * top_p.to(tl.float64)
     # The highest key with at least `target` of mass strictly above it; whatever is higher stays.
     key = tl.full((), 0, tl.uint32)
     step = tl.full((), 1 << 30, tl.uint32)
     for level in range(11):
-        s0 = tl.full((), 0.0, tl.float64)
+        s0 = tl.zeros((SCAN,), tl.float32)
         s1 = s0
         s2 = s0
         s3 = s0
@@ -191,32 +373,31 @@ def _top_p(
             v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, ids, temperature, NEVER, MASKED, VOCAB)
             mass = tl.where(stays(v, ids, bound, last_tie), tl.exp(v - best), 0.0)
             k = keys(v)
-            s0 += _mass_above(mass, k, key | (step * 1))
-            s1 += _mass_above(mass, k, key | (step * 2))
-            s2 += _mass_above(mass, k, key | (step * 3))
+            s0 += tl.where(k > (key | (step * 1)), mass, 0.0)
+            s1 += tl.where(k > (key | (step * 2)), mass, 0.0)
+            s2 += tl.where(k > (key | (step * 3)), mass, 0.0)
             if level > 0:  # the first digit has two bits
-                s3 += _mass_above(mass, k, key | (step * 4))
-                s4 += _mass_above(mass, k, key | (step * 5))
-                s5 += _mass_above(mass, k, key | (step * 6))
-                s6 += _mass_above(mass, k, key | (step * 7))
-        digit = (s0 >= target).to(tl.int32) + (s1 >= target).to(tl.int32) + (s2 >= target).to(tl.int32)
+                s3 += tl.where(k > (key | (step * 4)), mass, 0.0)
+                s4 += tl.where(k > (key | (step * 5)), mass, 0.0)
+                s5 += tl.where(k > (key | (step * 6)), mass, 0.0)
+                s6 += tl.where(k > (key | (step * 7)), mass, 0.0)
+        digit = _reaches(s0, target) + _reaches(s1, target) + _reaches(s2, target)
         if level > 0:
-            digit += (s3 >= target).to(tl.int32) + (s4 >= target).to(tl.int32)
-            digit += (s5 >= target).to(tl.int32) + (s6 >= target).to(tl.int32)
+            digit += _reaches(s3, target) + _reaches(s4, target) + _reaches(s5, target) + _reaches(s6, target)
         key |= digit.to(tl.uint32) * step
         step = step >> 3
-    lowest = LARGEST
+    lows = tl.full((SCAN,), LARGEST, tl.float32)
     for first in range(0, VOCAB, SCAN):
         ids = first + lane
         v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, ids, temperature, NEVER, MASKED, VOCAB)
-        inside = stays(v, ids, bound, last_tie) & (keys(v) > key)
-        lowest = tl.minimum(lowest, tl.min(tl.where(inside, v, LARGEST), 0))
-    mass_above = tl.full((), 0.0, tl.float64)
+        lows = tl.minimum(lows, tl.where(stays(v, ids, bound, last_tie) & (keys(v) > key), v, LARGEST))
+    lowest = tl.min(lows, 0)
+    masses = tl.zeros((SCAN,), tl.float32)
     for first in range(0, VOCAB, SCAN):
         ids = first + lane
         v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, ids, temperature, NEVER, MASKED, VOCAB)
-        inside = stays(v, ids, bound, last_tie) & (v > lowest)
-        mass_above += tl.sum(tl.where(inside, tl.exp(v - best), 0.0), 0).to(tl.float64)
+        masses += tl.where(stays(v, ids, bound, last_tie) & (v > lowest), tl.exp(v - best), 0.0)
+    mass_above = tl.sum(masses.to(tl.float64), 0)
     own = tl.exp(lowest - best).to(tl.float64)
     # Equal values count one by one: the i-th (from 0) stays while the mass before it is below the target.
     wanted = tl.minimum(tl.maximum(tl.ceil((target - mass_above) / own), 1.0), VOCAB).to(tl.int32)
@@ -227,5 +408,5 @@ def _top_p(
 
 
 @triton.jit
-def _mass_above(mass, keys, key):
-    return tl.sum(tl.where(keys > key, mass, 0.0), 0).to(tl.float64)
+def _reaches(masses, target):
+    return (tl.sum(masses.to(tl.float64), 0) >= target).to(tl.int32)

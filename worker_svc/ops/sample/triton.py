@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from worker_svc.ops.sample import Params
 
 TILE = 1024
-SCAN = 8192
+SCAN, SLOW = 8192, 2048
+"""Values of a row that a step of `threshold` reads, and where it keeps seven sums of each."""
+ROOM = 4096
+"""Values that top-k or top-p can be searched among without reading the whole row each time."""
 REACH = tl.constexpr(1e-3)
 
 
@@ -45,6 +48,8 @@ def sample(
     tiles = triton.cdiv(vocab, TILE)
     floats = torch.empty(rows, tiles + 2, dtype=torch.float32, device=logits.device)
     last_tie = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    found, ids = (torch.empty(size, dtype=torch.int32, device=logits.device) for size in (rows, rows * ROOM))
+    values = torch.empty(rows * ROOM, dtype=torch.float32, device=logits.device)
     p = params
     masking = {
         "never_ptr": tokens if never is None else never,
@@ -63,8 +68,13 @@ def sample(
         floats,
         last_tie,
         floats.stride(0),
+        found,
+        values,
+        ids,
         TILES=tiles,
         SCAN=scan,
+        SLOW=min(SLOW, scan),
+        ROOM=ROOM,
         num_warps=max(1, min(16, scan // 128)),
         **masking,
     )
@@ -129,8 +139,11 @@ def _sample_tiles(
         bound = tl.load(floats_ptr + row * float_row + TILES)
         floor = tl.load(floats_ptr + row * float_row + TILES + 1)
         kept = stays(v, ids, bound, tl.load(last_tie_ptr + row)) & (v >= floor)
-        w = _words(seed_low_ptr, seed_high_ptr, choice_ptr, position_ptr, row, tile * TILE, TILE)
-        v = tl.where(kept, v + _noise32(w), float("-inf"))
+        if tl.max(kept.to(tl.int32), 0) != 0:  # else: no noise for a tile of which nothing stays
+            w = _words(seed_low_ptr, seed_high_ptr, choice_ptr, position_ptr, row, tile * TILE, TILE)
+            v = tl.where(kept, v + _noise32(w), float("-inf"))
+        else:
+            v = tl.full((TILE,), float("-inf"), tl.float32)
     best = tl.where(broken != 0, float("nan"), tl.max(v, 0))
     tl.store(floats_ptr + row * float_row + tile, best)
 

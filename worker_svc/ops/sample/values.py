@@ -11,6 +11,30 @@ LARGEST = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def allowed_values(
+    logits_ptr,
+    never_ptr,
+    masks_ptr,
+    row,
+    ids,
+    NEVER: tl.constexpr,
+    MASKED: tl.constexpr,
+    VOCAB: tl.constexpr,
+):
+    """Logits of `ids`, -inf where masked."""
+    there = ids < VOCAB
+    v = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=there, other=float("-inf"))
+    words: tl.constexpr = (VOCAB + 31) // 32
+    if NEVER:
+        word = tl.load(never_ptr + ids // 32, mask=there, other=0)
+        v = tl.where((word >> (ids % 32)) & 1 != 0, float("-inf"), v)
+    if MASKED:
+        word = tl.load(masks_ptr + row.to(tl.int64) * words + ids // 32, mask=there, other=0)
+        v = tl.where((word >> (ids % 32)) & 1 != 0, v, float("-inf"))
+    return v
+
+
+@triton.jit
 def scaled_values(
     logits_ptr,
     never_ptr,
@@ -23,15 +47,7 @@ def scaled_values(
     VOCAB: tl.constexpr,
 ):
     """Logits of `ids` over the temperature, -inf where masked; greedy rows are not scaled. A zero has no sign."""
-    there = ids < VOCAB
-    v = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=there, other=float("-inf"))
-    words: tl.constexpr = (VOCAB + 31) // 32
-    if NEVER:
-        word = tl.load(never_ptr + ids // 32, mask=there, other=0)
-        v = tl.where((word >> (ids % 32)) & 1 != 0, float("-inf"), v)
-    if MASKED:
-        word = tl.load(masks_ptr + row.to(tl.int64) * words + ids // 32, mask=there, other=0)
-        v = tl.where((word >> (ids % 32)) & 1 != 0, v, float("-inf"))
+    v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, ids, NEVER, MASKED, VOCAB)
     if temperature >= GREEDY_BELOW:
         v = tl.div_rn(v, temperature + tl.zeros_like(v))
     return v + 0.0
@@ -48,3 +64,10 @@ def keys(v):
 def stays(v, ids, bound, last_tie):
     """Above the bound, or equal to it and early enough."""
     return (v > bound) | ((v == bound) & (ids <= last_tie))
+
+
+@triton.jit
+def ordered(v):
+    """Signed integers in the order of the values."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
