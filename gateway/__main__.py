@@ -1,7 +1,8 @@
 """`python -m gateway`: read the options, listen, and leave in order.
 
 Listens from the first second and answers 503 until the tokenizer is loaded and a worker is ready. SIGTERM and Ctrl-C
-drain: no new connection, open streams may finish, what is left after the grace is aborted.
+drain: no new connection, what is open or comes on open connections may finish, what is left after the grace is aborted.
+SIGUSR1 drains without a grace of its own, for a supervisor that has a successor and its own idea of how long to wait.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +36,7 @@ from gateway.siblings.merge import merge
 from gateway.siblings.parent import serve_many
 from gateway.text.pretokenizer import TokenizerFileError
 from gateway.text.tokenizer import Tokenizer
-from meshkit.address import Address, parse_address, prepare_listen
+from meshkit.address import Address, check_trust, parse_address, prepare_listen
 from meshkit.build import build_id
 from meshkit.command import service_main
 from meshkit.config import Loaded
@@ -45,6 +47,11 @@ from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import run
 
 _ABORT_SECONDS = 0.2  # for the farewell of streams that are aborted at the end
+_LOOK_SECONDS = 0.02
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_TOGETHER_SECONDS = 3.0  # tokenizer and scheduler; later, requests are told what is missing
+_LINGER_SECONDS = 0.5  # who just got an answer may ask again on the same connection, not knowing that it closes
+_BACKLOG = 1024  # connections that wait at a handed over socket while processes change
 
 log = logging.getLogger("gateway")
 
@@ -64,8 +71,11 @@ def _run(args: Sequence[str], loaded: Loaded[GatewayConfig]) -> int:
 async def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status; raises StartError where it cannot."""
     address = parse_address(config.listen_http)
-    if not config.hub:
-        prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
+    secured = config.insecure or config.api_key_file is not None
+    if config.listen_fds:
+        check_trust(address, insecure=secured)
+    else:
+        prepare_listen(address, insecure=secured)
     grammars = Histogram(STAGE_SECONDS)
     mesh, mesh_metrics = _mesh(config, grammars.observe)
     tracing = start_tracing("gateway")
@@ -81,14 +91,14 @@ async def serve(config: GatewayConfig) -> int:
     try:
         if config.hub:
             gateway.siblings = await Member.join(gateway, config.hub)
-        site = await _listen(runner, address, shared=bool(config.hub))
-        if config.listen_grpc:
-            await rpc.start(config.listen_grpc)
+        opening = asyncio.create_task(_open(gateway, runner, rpc, address))
         loading = asyncio.create_task(_load_tokenizer(gateway))
-        await _until_stopped(signals, linking, loading)
+        await _until_stopped(signals, linking, loading, opening)
         gateway.admission.draining = True
-        await site.stop()
-        await _drain(gateway, config.drain_seconds)
+        if opening.done():
+            await opening.result().stop()
+            rpc.leave()
+        await _drain(gateway, runner, signals)
     finally:
         if gateway.siblings is not None:
             await gateway.siblings.stop()
@@ -141,12 +151,34 @@ def _runner(app: web.Application, config: GatewayConfig) -> web.AppRunner:
     )
 
 
-async def _listen(runner: web.AppRunner, address: Address, *, shared: bool) -> web.BaseSite:
+async def _open(gateway: Gateway, runner: web.AppRunner, rpc: RpcListener, address: Address) -> web.BaseSite:
+    """Listen; a successor does so once it serves, for it takes connections that its predecessor would serve.
+
+    At a handed over socket connections wait, so they may as well do so while the parts of this process come together.
+    """
+    config = gateway.config
+    hasty = time.monotonic() + (_TOGETHER_SECONDS if config.listen_fds else 0.0)
+    while not gateway.is_complete and time.monotonic() < hasty:  # noqa: ASYNC110 - it is made of several things
+        await asyncio.sleep(_LOOK_SECONDS)
+    while config.ready_fd and not gateway.takes_requests:  # noqa: ASYNC110 - where it changes is not one place
+        await asyncio.sleep(_LOOK_SECONDS)
+    site = await _listen(runner, address, config.listen_fds)
+    if config.listen_grpc:
+        await rpc.start(config.listen_grpc)
+    if config.ready_fd:
+        with suppress(OSError):  # a sibling has said it, and nobody listens any more
+            os.write(config.ready_fd, b"ready")
+    return site
+
+
+async def _listen(runner: web.AppRunner, address: Address, handed: Sequence[int]) -> web.BaseSite:
     site: web.BaseSite
-    if address.path is not None:
+    if handed:
+        site = web.SockSite(runner, socket.socket(fileno=handed[0]), backlog=_BACKLOG)
+    elif address.path is not None:
         site = web.UnixSite(runner, str(address.path))
     else:
-        site = web.TCPSite(runner, address.host, address.port, reuse_port=shared or None)
+        site = web.TCPSite(runner, address.host, address.port)
     try:
         await site.start()
     except OSError as error:  # someone took it since the check
@@ -167,26 +199,29 @@ async def _load_tokenizer(gateway: Gateway) -> None:
     log.info("tokenizer loaded")
 
 
-async def _until_stopped(signals: "_Signals", linking: "asyncio.Task[None]", loading: "asyncio.Task[None]") -> None:
-    """Returns at a signal; an error of a task ends the process."""
+async def _until_stopped(signals: "_Signals", *tasks: "asyncio.Task[Any]") -> None:
+    """Returns at a signal; an error of a task ends the process. All but the first task, the link, end then too."""
     waiting = asyncio.create_task(signals.stopped.wait())
-    pending: set[asyncio.Task[Any]] = {waiting, linking, loading}
+    pending: set[asyncio.Task[Any]] = {waiting, *tasks}
     try:
         while not waiting.done():
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
     finally:
-        waiting.cancel()
-        loading.cancel()
+        for task in (waiting, *tasks[1:]):
+            task.cancel()
 
 
-async def _drain(gateway: Gateway, seconds: float) -> None:
-    """Let open generations finish; abort those that have not by then."""
-    try:
-        async with asyncio.timeout(seconds):
-            await gateway.admission.idle.wait()
-    except TimeoutError:
+async def _drain(gateway: Gateway, runner: web.AppRunner, signals: "_Signals") -> None:
+    """Let open generations finish; abort those that have not in time."""
+    idle = asyncio.create_task(_until_idle(gateway, runner))
+    pressed = asyncio.create_task(signals.pressed.wait())
+    await asyncio.wait((idle, pressed), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((idle,), timeout=gateway.config.drain_seconds)
+    pressed.cancel()
+    if not idle.done():
+        idle.cancel()
         log.warning("%d requests did not finish in time", gateway.admission.streams)
         gateway.abort_all()
         with suppress(TimeoutError):
@@ -194,25 +229,41 @@ async def _drain(gateway: Gateway, seconds: float) -> None:
                 await gateway.admission.idle.wait()
 
 
+async def _until_idle(gateway: Gateway, runner: web.AppRunner) -> None:
+    """Nothing is open and nobody who was just served has come again on the same connection."""
+    metrics = gateway.metrics
+    while True:
+        await gateway.admission.idle.wait()
+        answered = metrics.http_requests.total()
+        if runner.server is None or not runner.server.connections:
+            return
+        await asyncio.sleep(_LINGER_SECONDS)
+        if not metrics.http_active and metrics.http_requests.total() == answered:
+            return
+
+
 class _Signals:
-    """SIGTERM and SIGINT set `stopped`; a second one ends the process at once."""
+    """SIGTERM and SIGINT set `stopped` and `pressed`, SIGUSR1 the former alone; one more ends the process at once."""
 
     def __init__(self) -> None:
         self.stopped = asyncio.Event()
+        self.pressed = asyncio.Event()  # by now there is a limit to how long open requests may go on
         self.interrupted = False
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             self._loop.add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: int) -> None:
-        if self.stopped.is_set():
+        if self.pressed.is_set():
             raise KeyboardInterrupt
         self.interrupted = number == signal.SIGINT
         log.info("%s: draining", signal.Signals(number).name)
         self.stopped.set()
+        if number != signal.SIGUSR1:
+            self.pressed.set()
 
     def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
 
 

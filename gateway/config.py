@@ -37,6 +37,10 @@ class GatewayConfig:
     max_output_tokens: int | None = option(None, "upper bound of max_tokens; else what the context leaves")
     processes: int = option(1, "gateways that share the port, each with a loop of its own")
     hub: str = option("", "set by a parent with several processes: where they talk to each other")
+    listen_fds: tuple[int, ...] = option(
+        (), "set by a supervisor: listening sockets of listen_http that outlive this process, one per process"
+    )
+    ready_fd: int = option(0, "set by a supervisor: listen when requests can be served, and say so there; 0: none")
     admin_api_key_file: Path | None = field(
         default=None, metadata={"help": "like api_key_file, of operators: flush, explain, server info need one of them"}
     )
@@ -83,6 +87,8 @@ class GatewayConfig:
             "request_seconds": (1, 14_400),
             "stream_stall_seconds": (0.01, 3_600),
         }
+        if self.listen_fds and len(self.listen_fds) != self.processes:
+            raise FieldError("listen_fds", f"{len(self.listen_fds)} sockets for {self.processes} processes")
         if not 1 <= len(set(self.scheduler)) == len(self.scheduler) <= MOST_SCHEDULERS:
             raise FieldError("scheduler", f"must be 1 to {MOST_SCHEDULERS} different addresses")
         for address in self.scheduler:

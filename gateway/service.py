@@ -111,19 +111,32 @@ class Gateway:
     def trouble(self) -> ApiError | None:
         """Why this process is not ready; None when it is."""
         status = self.mesh.status
+        if self.admission.draining:
+            return unavailable("this gateway is shutting down", retry_after_s=2)
         refusal = self._refusal(status)
         if refusal is None and status is not None and not status.ready:
             refusal = unavailable("no worker is ready", _seconds(status.retry_after_ms))
         return refusal
 
     def check_ready(self) -> None:
-        """503 while a request could not even be queued. A mesh that has served before takes requests while it heals."""
+        """503 while a request could not even be queued. A mesh that has served before takes requests while it heals.
+
+        So does a gateway that leaves: who still has a connection to it is served there, and told to close it.
+        """
         if (refusal := self._refusal(self.mesh.status)) is not None:
             raise refusal
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether this process has what it needs; the mesh behind it may still come up."""
+        return self._tokenizer is not None and self.mesh.status is not None
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether they would be queued at least."""
+        return self._refusal(self.mesh.status) is None
+
     def _refusal(self, status: SchedulerStatus | None) -> ApiError | None:
-        if self.admission.draining:
-            return unavailable("this gateway is shutting down", retry_after_s=2)
         if self._tokenizer is None:
             return unavailable("the gateway is starting", retry_after_s=2)
         if status is None:

@@ -60,12 +60,17 @@ def prepare_listen(address: Address, *, insecure: bool = False) -> None:
     if address.path is not None:
         _prepare_socket(address.path)
         return
+    check_trust(address, insecure=insecure)
+    check_port(address)
+
+
+def check_trust(address: Address, *, insecure: bool) -> None:
+    """ConfigError for plain TCP beyond this host, unless an operator wants that."""
     if not (address.is_local or insecure):
         raise ConfigError(
             f"{address} is reachable from other hosts and plain TCP has no protection: listen on 127.0.0.1 or a unix "
             "socket, or set insecure = true"
         )
-    check_port(address)
 
 
 def check_port(address: Address) -> None:

@@ -20,6 +20,7 @@ from meshkit.address import Address, prepare_listen
 from meshkit.errors import PermError, PortError
 from meshkit.exit_codes import Exit
 from meshkit.obs import kv
+from meshkit.standing import standing
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class Place:
 
     def __init__(self, socket: Path) -> None:
         path = socket.with_name(f"{socket.name}.lock")
+        self.socket = socket
         try:
             socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -78,11 +80,10 @@ async def until_served(place: Place) -> bool:
 
 
 async def until_taken(place: Place) -> None:
-    """Wait for the lock."""
-    taken = place.take()
-    while not taken:
-        await asyncio.sleep(POLL_S)
-        taken = place.take()
+    """Wait for the lock. Meanwhile the socket has a standby."""
+    with standing(place.socket):
+        while not place.take():  # noqa: ASYNC110 - another process's lock: there is only asking
+            await asyncio.sleep(POLL_S)
 
 
 async def until_free(address: Address) -> None:

@@ -125,6 +125,8 @@ class Supervisor:
         self.all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
+        self._pressed = asyncio.Event()
+        self._retiring = False
         self._pact = _death_pact()
         self._watches: list[asyncio.Task[None]] = []
         self._restarting = asyncio.Lock()
@@ -164,8 +166,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask for a clean stop; the second call kills at once."""
-        if self._stopping.is_set():
+        if self._retiring:
+            self._retiring = False
+            self._pressed.set()
+        elif self._stopping.is_set():
             self._kill_now.set()
+        self._stopping.set()
+
+    def retire(self) -> None:
+        """End when all children have finished what they do, however long that takes; `stop` after it presses them."""
+        self._retiring = not self._stopping.is_set()
         self._stopping.set()
 
     def pids(self) -> dict[str, int]:
@@ -346,6 +356,16 @@ class Supervisor:
         """SIGTERM in reverse start order, each with time to drain; SIGKILL to whoever needs longer."""
         pairs = ((c, p) for c in reversed(self.children.values()) for p in (*c.leaving, c.process))
         living = [(child, process) for child, process in pairs if process and process.returncode is None]
+        if self._retiring:
+            for child, process in living:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(child.spec.retire)
+            ends = asyncio.gather(*(process.wait() for _, process in living))
+            pressed = asyncio.create_task(self._pressed.wait())
+            await asyncio.wait((ends, pressed), return_when=asyncio.FIRST_COMPLETED)
+            pressed.cancel()
+            ends.cancel()
+            living = [(child, process) for child, process in living if process.returncode is None]
         end = time.monotonic() + self._stop_s
         if self._together:
             for _, process in living:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,12 +189,15 @@ class GatewayProbe:
 class ServiceProcess:
     """A service started as `python -m MODULE ARGS`; stderr goes to `log`. Killed on leaving if it still runs."""
 
-    def __init__(self, module: str, *args: str, log: Path) -> None:
+    def __init__(self, module: str, *args: str, log: Path, pass_fds: Sequence[int] = ()) -> None:
         path = os.pathsep.join(filter(None, sys.path))
         self.log = log
         with log.open("ab") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *args], stderr=stderr, env={**environment(), "PYTHONPATH": path}
+                [sys.executable, "-m", module, *args],
+                stderr=stderr,
+                env={**environment(), "PYTHONPATH": path},
+                pass_fds=pass_fds,
             )
 
     def __enter__(self) -> "ServiceProcess":

@@ -39,13 +39,14 @@ class RpcListener:
         self._entry = Entry(gateway, keys, tracing)
         self._server: grpc.aio.Server | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start(self, listen: str) -> Address:
         """Listen; returns the address with the real port. Raises PortError."""
         config = self._gateway.config
         address = parse_address(listen)
         options = dict(SERVER_OPTIONS)
-        if config.hub:
+        if config.hub or config.listen_fds:  # siblings, or a successor that starts before this process leaves
             options["grpc.so_reuseport"] = 1
         else:
             prepare_listen(address, insecure=config.insecure or config.api_key_file is not None)
@@ -70,6 +71,11 @@ class RpcListener:
         log.info("gRPC on %s", address)
         return address
 
+    def leave(self) -> None:
+        """Send clients elsewhere with their next call; `stop` says how long open ones may go on."""
+        if self._server is not None:
+            self._leaving = asyncio.create_task(self.stop(self._gateway.limits.deadline_seconds))
+
     async def stop(self, grace_s: float) -> None:
         """No new calls; open ones may go on for `grace_s` seconds."""
         if self._watching is not None:
@@ -77,6 +83,8 @@ class RpcListener:
         await self._health.enter_drain()
         if self._server is not None:
             await self._server.stop(grace_s)
+        if self._leaving is not None and self._leaving is not asyncio.current_task():
+            await self._leaving
 
     async def _watch(self) -> None:
         while True:

@@ -1,7 +1,8 @@
 """`--processes N`: N gateways that share one port, kept running by this process, which serves no request itself.
 
-The kernel spreads connections over them (SO_REUSEPORT). This process holds the port with a socket that never listens:
-port 0 then means the same port to all, and nobody else takes it while a gateway restarts.
+The kernel spreads connections over them (SO_REUSEPORT). This process holds their listening sockets, or got them from
+whoever started it: port 0 then means the same port to all, nobody else takes it while a gateway restarts, and whoever
+connects meanwhile waits for the next one. A socket of the gRPC port is held too, which never listens.
 """
 
 import asyncio
@@ -17,12 +18,13 @@ from typing import Final
 
 from gateway.config import GatewayConfig
 from gateway.siblings.hub import Hub
-from meshkit.address import Address, parse_address, prepare_listen
+from meshkit.address import Address, check_trust, parse_address, prepare_listen
 from meshkit.errors import ConfigError, PortError
 from meshkit.exit_codes import Exit
 from meshkit.supervisor import ServiceEvent, ServiceSpec, Supervisor
 
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_BACKLOG: Final = 1024  # connections that wait while a gateway is not there
 
 log = logging.getLogger("gateway")
 
@@ -33,27 +35,46 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
     if http.path is not None:
         raise ConfigError(f"processes = {config.processes} share a TCP port; listen_http is {http}")
     secured = config.insecure or config.api_key_file is not None
-    prepare_listen(http, insecure=secured)
-    held = [_hold(http)]
-    flags = ["--processes", "1", "--listen-http", str(held[0][1])]
+    held = []
+    fds = list(config.listen_fds)
+    if fds:
+        check_trust(http, insecure=secured)
+    else:
+        prepare_listen(http, insecure=secured)
+        for _ in range(config.processes):
+            holder, http = _hold(http)
+            holder.listen(_BACKLOG)
+            held.append((holder, http))
+        fds = [holder.fileno() for holder, _ in held]
+    flags = ["--processes", "1", "--listen-http", str(http)]
     if config.listen_grpc:
         grpc = parse_address(config.listen_grpc)
         if grpc.path is not None:
             raise ConfigError(f"processes = {config.processes} share a TCP port; listen_grpc is {grpc}")
-        prepare_listen(grpc, insecure=secured)
+        if config.listen_fds:
+            check_trust(grpc, insecure=secured)
+        else:
+            prepare_listen(grpc, insecure=secured)
         held.append(_hold(grpc))
-        flags += ["--listen-grpc", str(held[1][1])]
+        flags += ["--listen-grpc", str(held[-1][1])]
     with tempfile.TemporaryDirectory(prefix="v4mesh-gateways-") as folder:
         path = Path(folder) / "hub.sock"
         hub = Hub()
         await hub.start(path)
         command = (sys.executable, "-m", "gateway", *argv, *flags, "--hub", str(path))
+        told = (config.ready_fd,) if config.ready_fd else ()
         specs = [
-            ServiceSpec(name=f"gateway-{number}", argv=command, drain_s=config.drain_seconds + 1)
-            for number in range(config.processes)
+            ServiceSpec(
+                name=f"gateway-{number}",
+                argv=(*command, "--listen-fds", str(fd)),
+                drain_s=config.drain_seconds + 1,
+                retire=signal.SIGUSR1,
+                passed=(fd, *told),
+            )
+            for number, fd in enumerate(fds)
         ]
         try:
-            return await _supervise(specs, str(held[0][1]), config.drain_seconds + 2)
+            return await _supervise(specs, str(http), config.drain_seconds + 2)
         finally:
             await hub.stop()
             for holder, _ in held:
@@ -68,7 +89,10 @@ async def _supervise(specs: Sequence[ServiceSpec], shown: str, stop_s: float) ->
     def stop(number: int) -> None:
         nonlocal interrupted
         interrupted = interrupted or number == signal.SIGINT
-        supervisor.stop()
+        if number == signal.SIGUSR1:
+            supervisor.retire()
+        else:
+            supervisor.stop()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
@@ -83,7 +107,7 @@ async def _supervise(specs: Sequence[ServiceSpec], shown: str, stop_s: float) ->
 
 
 def _hold(address: Address) -> tuple[socket.socket, Address]:
-    """A bound socket that takes no connection, and the address with its real port."""
+    """A bound socket that does not listen yet, and the address with its real port."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

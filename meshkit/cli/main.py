@@ -25,6 +25,7 @@ assert _about
 COMMANDS = {
     "up": ("meshkit.cli.up:up", "Start all services here, supervised; no model named: the shipped demo model."),
     "serve": ("meshkit.cli.serve:serve", "Start with the flags of the operators' guide (SGLang and vLLM names)."),
+    "restart": ("meshkit.cli.restart:restart", "Restart a running mesh's services in turn; requests go on."),
     "chat": ("meshkit.cli.chat:chat", "Talk to a running mesh."),
     "top": ("meshkit.cli.top:top", "Watch a running mesh: load, speed, memory, latencies, errors."),
     "explain": ("meshkit.cli.explain:explain", "Say why a prompt is served from the prefix cache as far as it is."),

@@ -6,11 +6,13 @@ starts the services and reports each change. The command lines are those of comp
 """
 
 import asyncio
+import contextlib
 import shutil
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +29,11 @@ from meshkit.cli.preflight import (
     make_run_folder,
 )
 from meshkit.cli.progress import Progress, open_progress
+from meshkit.cli.restart import Control
 from meshkit.cli.screen import Screen
 from meshkit.config import environment
 from meshkit.exit_codes import Exit, Problem, ProblemsError
+from meshkit.standing import stands_by
 from meshkit.supervisor import Probe, ServiceSpec, Supervisor
 
 DEFAULT_PORT = 8000
@@ -38,6 +42,7 @@ Work = Callable[["MeshPlan", Callable[[], dict[str, int]]], int]  # (what runs, 
 DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.5}  # at most; the supervisor bounds their sum
 GROUP = "worker"  # the scheduler knows whom to wait for
 STANDBY = "-standby"  # a second process of a service, which takes over when the first one dies
+BACKLOG = 1024  # connections that wait while no gateway is there
 REST_S = 1.0  # before the next standby of a service starts, so as not to slow the one that takes over
 
 
@@ -51,6 +56,7 @@ class MeshPlan:
     port: int = DEFAULT_PORT
     run_dir: str | None = None
     gateway_flags: tuple[str, ...] = ()
+    gateways: int = 1  # processes that share the port
     scheduler_flags: tuple[str, ...] = ()
     standby: bool = False  # a second scheduler that takes over when the first one dies
     worker_flags: tuple[str, ...] = ()
@@ -70,21 +76,25 @@ class MeshPlan:
 
     def command_lines(self, run_dir: Path) -> dict[str, tuple[str, ...]]:
         """Arguments after `v4mesh`, in start order."""
-        socket = f"unix:{run_dir / 'scheduler.sock'}"
+        steering = f"unix:{run_dir / 'scheduler.sock'}"
         model = ("--model", str(self.model))
+        processes = ("--processes", str(self.gateways)) if self.gateways > 1 else ()
         listen = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
         masks = f"unix:{run_dir / 'grammar.sock'}"
         asks = ("--grammar", masks) if self.grammar else ()
         grammar = ("grammar", "--listen", masks, *model, *self.grammar_flags)
         # Whoever comes in a scheduler's place goes on with what runs once this worker has said what it holds.
         steers = ("--standby",) if self.standby else ("--hand-over",)
-        scheduler = ("scheduler", "--listen", socket, "--workers", GROUP, *steers, *asks, *self.scheduler_flags)
+        scheduler = ("scheduler", "--listen", steering, "--workers", GROUP, *steers, *asks, *self.scheduler_flags)
         return {
             "scheduler": scheduler,
             **({f"scheduler{STANDBY}": scheduler} if self.standby else {}),
             **({"grammar": grammar, f"grammar{STANDBY}": grammar} if self.grammar else {}),
-            "worker": ("worker", "--scheduler", socket, "--group", GROUP, *asks, *model, *self.worker_flags),
-            "gateway": ("gateway", "--listen-http", listen, "--scheduler", socket, *model, *self.gateway_flags),
+            "worker": ("worker", "--scheduler", steering, "--group", GROUP, *asks, *model, *self.worker_flags),
+            "gateway": (
+                *("gateway", "--listen-http", listen, "--scheduler", steering, *model),
+                *(*processes, *self.gateway_flags),
+            ),
         }
 
 
@@ -137,7 +147,23 @@ async def _run(
     work: Work | None,
 ) -> int:
     started = time.monotonic()
-    supervisor = Supervisor(_specs(plan, run_dir, progress), on_event=progress.event, on_line=progress.line)
+    # Sockets that outlive every gateway: whoever connects while one is replaced waits for the next.
+    with contextlib.ExitStack() as held:
+        fds = tuple(held.enter_context(it).fileno() for it in listening(plan.host, plan.port, plan.gateways))
+        specs = _specs(plan, run_dir, progress, fds)
+        supervisor = Supervisor(specs, on_event=progress.event, on_line=progress.line)
+        async with Control(supervisor, run_dir):
+            return await _supervise(plan, supervisor, progress, on_ready, work, started)
+
+
+async def _supervise(
+    plan: MeshPlan,
+    supervisor: Supervisor,
+    progress: Progress,
+    on_ready: Callable[[MeshPlan, float], None],
+    work: Work | None,
+    started: float,
+) -> int:
     loop = asyncio.get_running_loop()
     interrupted = False
 
@@ -183,7 +209,23 @@ async def _tick(progress: Progress) -> None:
         progress.tick()
 
 
-def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpec]:
+def listening(host: str, port: int, count: int) -> Iterator[socket.socket]:
+    """`count` sockets at one port, between which the kernel spreads connections. Raises ProblemsError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(count):
+        it = socket.socket(family, socket.SOCK_STREAM)
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if count > 1 else socket.SO_REUSEADDR, 1)
+        try:
+            it.bind((host.strip("[]"), port))
+        except OSError as e:
+            it.close()
+            fact = f"cannot listen on {host}:{port}: {e.strerror}"
+            raise ProblemsError(Problem("PORT", Exit.PORT, fact, "--port 0 picks a free one")) from e
+        it.listen(BACKLOG)
+        yield it
+
+
+def _specs(plan: MeshPlan, run_dir: Path, progress: Progress, fds: tuple[int, ...]) -> list[ServiceSpec]:
     here, lines = Endpoint.parse(plan.url), plan.command_lines(run_dir)
 
     async def listens(name: str) -> bool:
@@ -208,16 +250,26 @@ def _specs(plan: MeshPlan, run_dir: Path, progress: Progress) -> list[ServiceSpe
         "worker": worker_serves,
         "gateway": gateway_serves,
     }
+
+    async def has_standby(name: str) -> bool:
+        return await listens(name) and stands_by(run_dir / f"{name}.sock")
+
+    settled = {name: partial(has_standby, name) for name in ("scheduler", "grammar") if f"{name}{STANDBY}" in lines}
+    handed = ("--listen-fds", ",".join(map(str, fds)))
     return [
         ServiceSpec(
             name=name,
-            argv=(*SELF, *line),
+            argv=(*SELF, *line, *(handed if name == "gateway" else ())),
             probe=probes.get(name),  # a standby has nothing to show
             probe_every_s=0.3
             if name == "worker"
             else 0.1,  # a worker takes seconds, and the gateway logs each question
             drain_s=DRAIN_S[name.removesuffix(STANDBY)],
             rest_s=REST_S if f"{name.removesuffix(STANDBY)}{STANDBY}" in lines else 0.0,
+            settled=settled.get(name.removesuffix(STANDBY)),
+            beside=name == "gateway",
+            retire=signal.SIGUSR1 if name == "gateway" else signal.SIGTERM,
+            passed=fds if name == "gateway" else (),
         )
         for name, line in lines.items()
     ]

@@ -35,6 +35,7 @@ class Progress:
         self.color = {s: COLORS[i % len(COLORS)] for i, s in enumerate(services)}
         self.state = dict.fromkeys(services, "starting")
         self.died_at: dict[str, float] = {}
+        self.asked_at: dict[int, float] = {}  # processes that were asked to leave
         self.why: dict[str, str] = {}  # what a service's probe was told last
         self.last_line: dict[str, str] = {}
         self.words: dict[str, tuple[str, ...]] = {}
@@ -53,6 +54,14 @@ class Progress:
                 self.state[name] = f"ready  {event.at_s:.1f} s"
                 since = self.died_at.pop(name, None)
                 self._service(name, f"ready again after {event.at_s - since:.1f} s" if since else self.state[name])
+            case "leaving":
+                self.state[name] = "leaving"
+                self.asked_at[event.pid] = event.at_s
+                self._service(name, "is restarted: finishes what it does")
+            case "left":
+                took = event.at_s - self.asked_at.pop(event.pid, event.at_s)
+                how = "" if event.status == 0 else f", {how_it_ended(event.status)}"
+                self._service(name, f"left after {took:.1f} s{how}", "yellow" if how else "")
             case "exited":
                 self.state[name] = "restarting"
                 self.died_at.setdefault(name, event.at_s)

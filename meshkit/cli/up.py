@@ -137,8 +137,6 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
     if config.grpc_port:
         host = f"[{config.host}]" if ":" in config.host else config.host
         gateway += ["--listen-grpc", f"{host}:{config.grpc_port}"]
-    if config.gateway_processes > 1:
-        gateway += ["--processes", str(config.gateway_processes)]
     if config.api_key_file:
         gateway += ["--api-key-file", config.api_key_file]
     elif not is_loopback(config.host):
@@ -161,6 +159,7 @@ def make_plan(config: UpConfig, file: Path | None) -> MeshPlan:
         port=config.port,
         run_dir=config.run_dir or None,
         gateway_flags=(*shared, *gateway),
+        gateways=config.gateway_processes,
         scheduler_flags=shared,
         standby=config.standby,
         worker_flags=(*shared, *worker),

@@ -113,12 +113,10 @@ async def test_health_generate_runs_one_token(served, monkeypatch):
     assert status == 503 and "no token" in body["error"]["message"] and len(served.mesh.gone) == 1
 
 
-@pytest.mark.parametrize("state", ["no scheduler", "no model", "scheduler drains", "gateway drains"])
+@pytest.mark.parametrize("state", ["no scheduler", "no model", "scheduler drains"])
 async def test_503_until_requests_can_be_queued(served, state):
     if state == "no scheduler":
         served.mesh.status = None
-    elif state == "gateway drains":
-        served.gateway.admission.draining = True
     else:
         change = {"model": None} if state == "no model" else {"draining": True}
         served.mesh.status = replace(served.mesh.status, **change)
@@ -130,6 +128,22 @@ async def test_503_until_requests_can_be_queued(served, state):
         status, answer, headers = await served.post(path, body)
         assert (status, answer["error"]["type"]) == (503, "overloaded_error") and headers["Retry-After"]
     assert (await served.get("/ready"))[0] == 503
+
+
+async def test_a_gateway_that_leaves_is_not_ready_but_serves_what_comes_on_open_connections(served):
+    status, _, headers = await served.post("/v1/completions", {"prompt": "a"})
+    assert status == 200 and headers.get("Connection") != "close"
+    served.gateway.admission.draining = True
+    for path, body in (
+        ("/v1/chat/completions", {"messages": USER}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/generate", {"text": "a"}),
+    ):
+        status, _, headers = await served.post(path, body)
+        assert status == 200 and headers["Connection"] == "close", path
+    for path in ("/health", "/ready"):
+        status, _, headers = await served.get(path)
+        assert status == 503 and headers["Retry-After"]
 
 
 async def test_while_the_tokenizer_loads(mesh, serve_with):
