@@ -1,7 +1,8 @@
 """Scheduler core, one simulated worker and clients in virtual time: minutes of serving in seconds, the same every run.
 
-The worker keeps lengths only and takes as long for a step as Flash on an H200 (the roofline of `worker_svc.sim`), give
-or take a few per cent. Frames travel as values with a fixed delay; no sockets, no protobuf, no prefix is shared.
+The worker keeps lengths only and takes as long for a step as Flash on an H200 (the roofline of `worker_svc.sim`) or as
+the demo model on a processor, give or take a few per cent. Frames travel as values with a fixed delay; no sockets, no
+protobuf, no prefix is shared.
 """
 
 import heapq
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -52,10 +53,31 @@ class _Slot:
     finished: bool = False
 
 
+class Cost(Protocol):
+    """What a step takes."""
+
+    def step_ns(self, load: Load) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NanoOnCpu:
+    """The demo model in deterministic mode on one core (fitted to 1 to 32 rows beside chunks of 0 to 256 tokens).
+
+    `slow`: how many times longer other work on the machine makes it.
+    """
+
+    slow: float = 1.0
+
+    def step_ns(self, load: Load) -> int:
+        tokens = load.rows + load.chunk_tokens
+        ms = 20 + 3.0 * min(tokens, 4) + 4.0 * load.rows + 1.15 * load.chunk_tokens + 0.0003 * load.chunk_context
+        return int(self.slow * ms * 1e6)
+
+
 class Machine:
     """The worker: slots with their lengths, and the time a frame takes."""
 
-    def __init__(self, cost: FlashOnH200, rng: Random) -> None:
+    def __init__(self, cost: Cost, rng: Random) -> None:
         self.cost = cost
         self.rng = rng
         self.slots: dict[int, _Slot] = {}
@@ -124,7 +146,7 @@ class VirtualMesh:
         seed: int = 0,
         *,
         limits: SchedulerLimits | None = None,
-        cost: FlashOnH200 | None = None,
+        cost: Cost | None = None,
         slots: int = 256,
         pages: int = 16_384,
         delay_ns: int = 100_000,

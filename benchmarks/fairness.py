@@ -1,6 +1,7 @@
 """Does one client's load spoil another's service? A huge prompt, a flood of prefills, a tenant with ten times the load.
 
-Virtual time, one H200 by its roofline at 60 %, the scheduler's own core and its default limits at depth 2.
+Virtual time, one H200 by its roofline at 60 %, the scheduler's own core and its default limits at depth 2. The last
+part is the demo model on a processor that is too slow for its load: nobody may starve there.
 """
 
 import argparse
@@ -8,9 +9,10 @@ import statistics
 from itertools import pairwise
 from random import Random
 
-from benchmarks._virtual import Job, S, VirtualMesh
+from benchmarks._virtual import Job, NanoOnCpu, S, VirtualMesh
+from scheduler_svc.core.config import SchedulerLimits
 
-TITLE = "a 900K prompt among short ones, prefill beside decode, a light tenant beside a heavy one (virtual H200)"
+TITLE = "a 900K prompt among short ones, prefill beside decode, light and heavy tenants, a slow machine (virtual time)"
 CLIENTS = 64
 
 
@@ -164,8 +166,43 @@ def _open_loop(mesh: VirtualMesh, tenant: str, rate: float) -> list[Job]:
     return jobs
 
 
+# ---- a slow machine -------------------------------------------------------------------------------------------------
+
+MIX = ((330, 8), (20, 64), (40, 64), *((20, 42),) * 3, (20, 64), (150, 64))  # prompt and answer of the kill matrix
+LONGEST = max(prompt for prompt, _ in MIX)
+
+
+def slow_machine(seed: int, slow: float, streams: int, seconds: float) -> dict[str, float]:
+    """Clients that ask again at once, on a machine whose decode steps alone take as long as a step should."""
+    limits = SchedulerLimits(depth=1, chunk_tokens=256)
+    mesh = VirtualMesh(seed, limits=limits, cost=NanoOnCpu(slow), slots=32, pages=640)
+    jobs: list[Job] = []
+
+    def ask(_: Job | None = None) -> None:
+        jobs.append(mesh.submit(*MIX[len(jobs) % len(MIX)], on_end=ask))
+
+    for i in range(streams):
+        mesh.after(i * 0.05, ask)
+    mesh.run(seconds)
+    warm = [job for job in jobs if job.sent_ns > seconds / 5 * S]
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    for job in warm:
+        first_ns = job.token_ns[0] if job.token_ns else mesh.now
+        waits[len(job.sub.prompt) == LONGEST].append((first_ns - job.sent_ns) / S)
+    gaps = gaps_ms(warm, 0, mesh.now)
+    for name, long in ((f"prompts of {LONGEST} tokens", True), ("shorter ones", False)):
+        p50 = statistics.median(waits[long])
+        print(f"  {slow:.0f}x, {streams} streams: {name}: TTFT p50 {p50:.1f} s, p99 {p99(waits[long]):.1f} s")
+    print(f"  {slow:.0f}x, {streams} streams: ITL p50 {statistics.median(gaps):.0f} ms, p99 {p99(gaps):.0f} ms")
+    return {
+        f"slow{slow:.0f}_streams{streams}_ttft_p99_s_long": p99(waits[True]),
+        f"slow{slow:.0f}_streams{streams}_ttft_p99_s_short": p99(waits[False]),
+        f"slow{slow:.0f}_streams{streams}_itl_p99_ms": p99(gaps),
+    }
+
+
 def run(args: list[str]) -> dict[str, float | int | str]:
-    """All three, each printed."""
+    """All four, each printed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fairness", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120.0, help="virtual seconds of each part")
@@ -179,4 +216,7 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     metrics |= prefill_flood(options.seed, options.seconds)
     print("two tenants, one sends ten times the other's load")
     metrics |= tenants(options.seed, options.seconds)
+    print("the demo model on a busy processor: so many times slower, so many clients that ask again at once")
+    for slow, streams in ((1.0, 20), (4.0, 20), (4.0, 32), (8.0, 32)):
+        metrics |= slow_machine(options.seed, slow, streams, 5 * options.seconds)
     return {name: round(value, 4) if isinstance(value, float) else value for name, value in metrics.items()}

@@ -34,8 +34,10 @@ class SchedulerLimits:
         1.5  # ... or so many times what a chunk costs beside its tokens: 1.5 is a third efficient, ...
     )
     itl_floor_ms: int = 20  # ... or this long: nobody reads faster
-    step_ms: int = 500  # no chunk makes a step longer
-    prefill_share: float = 0.125  # of a step's prefill tokens for the oldest prefill, however long it is
+    step_ms: int = 500  # no chunk makes a step longer, unless a prefill is late
+    prefill_share: float = 0.125  # of a step's prefill tokens for the oldest prefill, however long it is, ...
+    late_share: float = 0.5  # ... and when it is late: when it has waited longer than that share should have taken
+    late_ms: int = 2_000  # nobody is late before
     prefix_cache: bool = True  # share pages between requests
     tail_windows: int = 0  # tails saved inside a prompt beside its end and branches, 0 = one every 32k tokens
 

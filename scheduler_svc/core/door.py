@@ -93,6 +93,6 @@ def _site(st: State, worker: Worker) -> Site:
         free_slots=sum(len(rank.slots.free) for rank in worker.ranks),
         free_pages=sum(room(st, rank) for rank in worker.ranks),
         used_pages=sum(rank.pages.size - room(st, rank) for rank in worker.ranks),
-        target_ns=target_ns(st, worker.cost, last.rows, last.row_context),
+        target_ns=target_ns(st, worker.cost, last.rows, last.row_context, late=True),
         most_tokens=min(st.limits.chunk_tokens, worker.hello.max_step_tokens),
     )

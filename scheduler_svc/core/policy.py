@@ -3,7 +3,7 @@
 fcfs serves by arrival, lpm prefers long cached prefixes within a bounded overtaking, priority also preempts (`urgent`).
 Under each of them a smaller `priority` value is served first, and within a priority tenants take turns (`fair`).
 Prefill tokens of a step go to the shortest remaining prefill first, so that a short prompt passes a huge one; the
-oldest prefill has a share of every step, so that it ends.
+oldest prefill has a share of every step, so that it ends, and a large one once it is late (`mixed`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,20 +24,29 @@ Match = Callable[[Seq], int]
 GRAIN = 16
 """Prefill tokens that a step always has room for, and that a choice gets in the step that places it."""
 _PAGE_WORTH = 4  # lpm: a cached page is worth so many places in the queue, ...
+_RESUMED = 8  # a resumed prefill is passed only by others that are so many times shorter
 _PAGES_COUNTED = 64  # ... up to so many pages: nobody is passed by more than their product of younger ones
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A prefill that wants tokens of this step. `fresh`: placed in it, so it must get some."""
+    """A prefill that wants tokens of this step.
+
+    `fresh`: placed in it, so it must get some. `resumed`: somebody is in the middle of reading its answer.
+    """
 
     remaining: int
     start: int
     fresh: bool = False
+    resumed: bool = False
 
     def cost(self, context_weight: float) -> float:
         """Of all that remains, in prefill tokens at no context."""
         return self.remaining * (1 + context_weight * (self.start + self.remaining / 2))
+
+    def rank(self, context_weight: float) -> float:
+        """The smallest goes first. Not simply those resumed: a huge one would hold up all short ones."""
+        return self.cost(context_weight) / (_RESUMED if self.resumed else 1)
 
 
 def tokens_for(cost: float, start: int, context_weight: float) -> int:
@@ -52,6 +61,7 @@ def split(budget: float, room: int, works: Sequence[Work], *, share: float, cont
     """Tokens of this step for each prefill, in order of service.
 
     `budget`: their cost in tokens at no context, of which the first has at least `share`; `room`: tokens in the frame.
+    The shortest remaining one is next.
     """
     grants = [0] * len(works)
     left = max(budget, float(GRAIN))
@@ -71,7 +81,7 @@ def split(budget: float, room: int, works: Sequence[Work], *, share: float, cont
             give(i, float(GRAIN))
     if works:
         give(0, share * budget)
-    for _, i in sorted((work.cost(context_weight), i) for i, work in enumerate(works)):
+    for _, i in sorted((work.rank(context_weight), i) for i, work in enumerate(works)):
         if left < 1 or not room:
             break
         give(i, left)

@@ -64,7 +64,7 @@ class Request:
     prompt: I32
     page_keys: tuple[bytes, ...]
     namespace: bytes  # of its page keys: tenant, salt, model revision, KV layout
-    arrival: int  # ordinal of the first Submit: order of service within a priority
+    arrival: int  # ordinal of the first Submit, less where that was another scheduler's: order of service
     deadline_ns: int
     kills: int = 0
     suspects: list[tuple[str, int]] = field(default_factory=list)  # (group, boot) of losses not known to be crashes

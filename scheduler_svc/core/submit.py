@@ -7,6 +7,7 @@ renamed and the missing ids are sent again; otherwise the gateway's ids are the 
 """
 
 import heapq
+from typing import Final
 
 from meshkit.frames import Submit, SubmitChoice, SubmitReply, Verdict
 from meshkit.pages import namespace_key, page_keys
@@ -20,6 +21,10 @@ NO_SERVICE = (
     "no grammar service is configured; start the mesh with `v4mesh up --grammar on`, or `v4mesh grammar` alone and "
     "name its address in [scheduler] and [worker] as `grammar`"
 )
+
+
+BEFORE: Final = 1 << 40
+"""Resubmitted requests were accepted by a scheduler before this one: they are served before what is new here."""
 
 
 def submit(st: State, sub: Submit, call: int) -> SubmitReply | None:
@@ -142,7 +147,7 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
         prompt=sub.prompt,
         page_keys=keys,
         namespace=namespace,
-        arrival=st.arrivals,
+        arrival=st.arrivals - (BEFORE if sub.attempt > 1 else 0),
         deadline_ns=st.now + sub.remaining_ms * MS,
         kills=sub.kill_count,
         traceparent=sub.traceparent if is_sampled(sub.traceparent) else "",

@@ -7,7 +7,7 @@ import numpy as np
 
 from meshkit import frames as f
 from meshkit.core import Called, Close, Closed, Count, Opened, Received, Reply, Send, Tick, WakeAt
-from meshkit.types import FinishReason, RequestId
+from meshkit.types import PROTO_REV, FinishReason, RequestId
 from scheduler_svc.core.config import SchedulerLimits
 from scheduler_svc.core.events import Compile, CompileAnswer, Compiled, Drain, Drained, Flush, GrammarStarted, Outcome
 from scheduler_svc.core.scheduler import Scheduler
@@ -202,7 +202,7 @@ class Mesh:
         gate.attach_id, gate.rows, gate.next_row = 0, {}, 0
         self.gates[gate.name] = gate
         self.open(gate, "gateway")
-        self.up(gate, f.GatewayHello(gate.name, gate.boot, "b", 1), 0)
+        self.up(gate, f.GatewayHello(gate.name, gate.boot, "b", PROTO_REV), 0)
         return gate
 
     def call(self, sub):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks._virtual import S, VirtualMesh
+from benchmarks._virtual import NanoOnCpu, S, VirtualMesh
 from meshkit.core import Called, Reply
 from meshkit.frames import SubmitChoice, Verdict
 from meshkit.types import RequestId
@@ -177,6 +177,41 @@ def test_prefill_does_not_double_the_time_between_tokens():
     mesh.run(8)
     assert statistics.quantiles(gaps(), n=100)[98] <= 2 * alone
     assert sum(bool(job.token_ns) for job in flood) >= 8, "and prefill goes on"
+
+
+def test_nobody_starves_on_a_machine_that_is_too_slow():
+    """Decode steps alone fill `step_ms`, and short prompts keep coming: a middling one takes its turn all the same."""
+    limits = SchedulerLimits(depth=1, chunk_tokens=256)
+    mesh = VirtualMesh(1, slots=32, pages=640, limits=limits, cost=NanoOnCpu(slow=8))
+    jobs = []
+
+    def ask(_=None):
+        jobs.append(mesh.submit(*((20, 42), (40, 64), (150, 64))[len(jobs) % 3], on_end=ask))
+
+    for i in range(31):
+        mesh.after(i * 0.05, ask)
+    mesh.run(120)
+    middling = mesh.submit(330, 4)
+    mesh.run(60)
+    assert middling.token_ns and middling.ttft_s < 45, "its prefill alone takes 3 s"  # 250 s by shortest first alone
+    gaps = [b - a for job in jobs for a, b in pairwise(job.token_ns)]
+    worker = next(iter(mesh.core.state.workers.values()))
+    assert statistics.quantiles(gaps, n=100)[98] <= 2.1 * worker.cost.alone(31, 31 * 150), "at what itl_factor allows"
+
+
+def test_who_was_accepted_before_a_restart_is_first():
+    m = Mesh(depth=1)
+    m.worker(slots=1, pages=24)
+    g = m.gate()
+    m.submit(g, max_tokens=30)
+    new, known = m.journal(8, max_tokens=4), m.journal(8, max_tokens=4)
+    known.attempt = 1  # at the scheduler that was here before
+    m.submit(g, journal=new)
+    m.submit(g, journal=known)
+    assert [seq.req.request_id for seq in m.core.state.queue] == [known.request_id, new.request_id]
+    m.advance(1500)
+    m.run()
+    m.expect(new, known)
 
 
 def test_a_lone_prefill_takes_full_chunks():

@@ -150,6 +150,11 @@ def test_short_prompts_pass_a_huge_one_which_keeps_its_share():
     assert grants == [100, 200, 500]
 
 
+def test_a_resumed_prefill_is_passed_by_much_shorter_ones_only():
+    works = [Work(9000, 0), Work(300, 0), Work(20, 0), Work(400, 0, resumed=True)]
+    assert split(500, 500, works, share=0.0, context_weight=0) == [0, 80, 20, 400]
+
+
 def test_who_is_placed_in_this_step_gets_something():
     works = [Work(900_000, 0), *(Work(4000, 0, fresh=True) for _ in range(4)), Work(90, 0)]
     assert all(split(200, 200, works, share=0.125, context_weight=0))
@@ -168,7 +173,9 @@ def test_tokens_for_inverts_the_cost(cost, start, weight):
     assert Work(n + 1, start).cost(weight) >= cost * (1 - 1e-9)
 
 
-works = st.lists(st.builds(Work, st.integers(1, 10**6), st.integers(0, 10**6), st.booleans()), max_size=12)
+works = st.lists(
+    st.builds(Work, st.integers(1, 10**6), st.integers(0, 10**6), st.booleans(), st.booleans()), max_size=12
+)
 
 
 @settings(max_examples=200, deadline=None)
