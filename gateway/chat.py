@@ -31,6 +31,7 @@ from gateway.text.chat_encoding import (
 )
 from gateway.text.chat_messages import ChatError, Message, keeps_reasoning
 from gateway.text.output_parser import OutputParser
+from gateway.text.stop_patterns import StopPatterns, stop_search
 from gateway.text.stop_strings import StopStrings
 from gateway.tool_rules import ToolRule, tool_rule
 from gateway.validate import (
@@ -91,7 +92,7 @@ async def chat_job(gateway: Gateway, caller: Caller, body: ChatRequest) -> tuple
     gateway.check_ready()
     prompt = await conversation.encode(gateway, bounded=sampling.cut_to is None)
     ids = prompt.ids if given is None else given
-    stops = StopStrings(sampling.stops)
+    stops = stop_search(sampling.stops, sampling.stop_patterns)
     job = gateway.job(
         caller,
         sampling,
@@ -133,7 +134,7 @@ def _parser(
     prompt: EncodedPrompt,
     sampling: Sampling,
     constraint: Constraint | None,
-    stops: StopStrings,
+    stops: StopStrings | StopPatterns,
     terminals: frozenset[int],
 ) -> OutputParser:
     """The parser of one choice. A quick task's answer is content alone, whatever tools its prompt shows."""

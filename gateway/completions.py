@@ -21,7 +21,7 @@ from gateway.scores import ScoreRequest
 from gateway.service import Gateway
 from gateway.text.chat_encoding import MissingMarkerError, encode_fim
 from gateway.text.output_parser import OutputParser
-from gateway.text.stop_strings import StopStrings
+from gateway.text.stop_patterns import stop_search
 from gateway.validate import (
     Sampling,
     check_ids,
@@ -144,7 +144,7 @@ async def encode_raw(
 
 def raw_parsers(gateway: Gateway, sampling: Sampling) -> Callable[[frozenset[int]], OutputParser]:
     """Parsers of raw output: everything is content."""
-    tokenizer, stops = gateway.tokenizer, StopStrings(sampling.stops)
+    tokenizer, stops = gateway.tokenizer, stop_search(sampling.stops, sampling.stop_patterns)
     return lambda terminals: OutputParser(
         tokenizer,
         raw=True,

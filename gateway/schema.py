@@ -30,6 +30,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
@@ -54,7 +55,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     response_format: Any = None
     # Not there yet: refused when they ask for something.
-    stop_regex: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
 
@@ -135,7 +135,7 @@ class NativeSampling(msgspec.Struct, kw_only=True):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    stop_regex: Any = None
+    stop_regex: str | list[str] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

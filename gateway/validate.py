@@ -16,6 +16,7 @@ from gateway.limits import Limits
 from gateway.models import ServedModel
 from gateway.schema import RequestFields, SamplingFields
 from gateway.scores import ScoreRequest
+from gateway.text.stop_patterns import PatternError, StopPattern, check_together, parse_pattern
 from meshkit.types import NO_LOGPROBS, SamplingParams
 
 _RANDOM = random.SystemRandom()
@@ -34,6 +35,7 @@ class Sampling:
     keep_stop: bool
     skip_special: bool
     seeded: bool = False  # the client chose the seed
+    stop_patterns: tuple[StopPattern, ...] = ()
     bad_words: tuple[str, ...] = ()
     cut_to: int | None = None  # tokens of the prompt's end that are kept, -1: as many as fit; None: all
     score: ScoreRequest | None = None  # of the prompt's tokens
@@ -100,6 +102,7 @@ def check_sampling(
     n = check.integer("n", fields.n, 1, 1, limits.choices)
     assert n is not None
     seed, stops = check.seed(fields.seed), check.stops(fields.stop, limits)
+    patterns = check.stop_patterns(fields.stop_regex, limits)
     bad_words = check.bad_words(fields.bad_words, limits)
     cut_to = check.truncation(fields.truncate_prompt_tokens, model.max_context)
     score = None
@@ -114,6 +117,7 @@ def check_sampling(
         n=n,
         seed=seed,
         stops=stops,
+        stop_patterns=patterns,
         keep_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special=fields.skip_special_tokens is not False,
         seeded=fields.seed is not None,
@@ -176,6 +180,26 @@ class _Checker:
                 raise invalid(name, f"{name}: a string of {size} bytes; allowed are 1 to {limits.stop_length}")
         return tuple(stops)
 
+    def stop_patterns(self, value: str | list[str] | None, limits: Limits) -> tuple[StopPattern, ...]:
+        """Regular expressions to stop at, parsed; all of them together are of bounded size."""
+        name, texts = self.name("stop_regex"), [value] if isinstance(value, str) else value or []
+        if len(texts) > limits.stops:
+            raise invalid(name, f"{name} has {len(texts)} expressions; allowed are {limits.stops}")
+        patterns = []
+        for text in texts:
+            size = len(text.encode(errors="replace"))
+            if not 1 <= size <= limits.stop_length:
+                raise invalid(name, f"{name}: an expression of {size} bytes; allowed are 1 to {limits.stop_length}")
+            try:
+                patterns.append(parse_pattern(text))
+            except PatternError as error:
+                raise invalid(name, f"{name}: {text[:60]!r}: {error}") from None
+        try:
+            check_together(patterns)
+        except PatternError as error:
+            raise invalid(name, f"{name}: {error}") from None
+        return tuple(patterns)
+
     def stop_ids(self, value: list[int] | None, vocab_size: int, limits: Limits) -> tuple[int, ...]:
         ids = value or []
         name = self.name("stop_token_ids")
@@ -227,8 +251,6 @@ class _Checker:
 
     def refuse_missing(self, fields: SamplingFields) -> None:
         """501 for what is documented but not there; values that ask for nothing pass."""
-        if fields.stop_regex:
-            raise missing_part(self.name("stop_regex"), "stopping at a regular expression", "a regex matcher")
         if fields.use_beam_search:
             raise missing_part("use_beam_search", "searching with beams", "a beam search")
         if fields.logits_processors:

@@ -20,7 +20,8 @@ from gateway.text.deltas import CallPiece as CallPiece
 from gateway.text.deltas import Delta as Delta
 from gateway.text.deltas import Kind as Kind
 from gateway.text.detokenizer import IncrementalDetokenizer
-from gateway.text.stop_strings import StopScanner, StopStrings
+from gateway.text.stop_patterns import StopPatterns
+from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenizer import Tokenizer
 from gateway.text.tool_calls import Event, ToolCallParser
 from gateway.text.tool_tags import MARK
@@ -71,7 +72,7 @@ class OutputParser:
         starts_in: Kind = "content",
         fresh_turn: bool = True,
         raw: bool = False,
-        stop: StopStrings | Sequence[str] = (),
+        stop: StopStrings | StopPatterns | Sequence[str] = (),
         include_stop: bool = False,
         stop_ids: Collection[int] = (),
         skip_special_tokens: bool = True,
@@ -86,7 +87,9 @@ class OutputParser:
         self._end_think = None if raw else tokenizer.id_of(markers.END_THINK)
         self._hidden = _hidden_ids(tokenizer, raw, skip_special_tokens)
         self._stop_ids = frozenset(() if include_stop else stop_ids) | _ids(tokenizer, [markers.EOS])
-        self._scanner = StopScanner(stop if isinstance(stop, StopStrings) else StopStrings(stop))
+        stops = stop if isinstance(stop, StopStrings | StopPatterns) else StopStrings(stop)
+        self._scanner = stops.scanner()
+        self._searched = stops.any
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._whole = tokenizer.whole_texts
@@ -218,7 +221,7 @@ class OutputParser:
         safe, match = self._scanner.feed(text, armed=self.kept_ids >= self._min_tokens)
         if match is not None:
             self.matched_stop = match
-            safe += match if self._include_stop else ""
+            safe += self._scanner.matched_text if self._include_stop else ""
         self._emit(safe)
 
     def _emit(self, text: str) -> None:

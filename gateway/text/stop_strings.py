@@ -23,6 +23,8 @@ class StopStrings:
         self.fail = [0] * len(self.next)
         self._link()
         self.firsts = frozenset(self.next[0])
+        self.any = bool(strings)
+        """Whether there is anything to search for."""
 
     def _add(self, string: str) -> None:
         node = 0
@@ -47,6 +49,9 @@ class StopStrings:
             if self.match[node] is None:
                 self.match[node] = self.match[self.fail[node]]
 
+    def scanner(self) -> StopScanner:
+        return StopScanner(self)
+
     def step(self, node: int, char: str) -> int:
         """The node after one more character."""
         while node and char not in self.next[node]:
@@ -61,6 +66,8 @@ class StopScanner:
         self._stops = stops
         self._node = 0
         self._held = ""
+        self.matched_text = ""
+        """The stop string found."""
 
     def passes(self, text: str) -> bool:
         """Nothing is held back, and nothing in this text could begin a stop string: `feed` would let it through."""
@@ -80,7 +87,7 @@ class StopScanner:
             node = stops.step(node, char)
             match = stops.match[node]
             if match is not None and armed:
-                self._node, self._held = 0, ""
+                self._node, self._held, self.matched_text = 0, "", match
                 return whole[: end - len(match)], match
         self._node = node
         safe = len(whole) - stops.depth[node]

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 PATH = "/v1/completions"
 
 
@@ -92,6 +94,39 @@ async def test_special_ids_are_skipped_unless_asked_for(served):
     assert body["choices"][0]["text"] == "!"
     _, body, _ = await served.post(PATH, {"prompt": "Hi", "skip_special_tokens": False})
     assert body["choices"][0]["text"] == "<｜begin▁of▁sentence｜>!"
+
+
+async def test_stop_expressions_in_every_dialect(served, mesh):
+    mesh.say = lambda start, choice: mesh.text("The year 1984 was one. END")
+    expression, messages = "[0-9]{4}", [{"role": "user", "content": "a"}]
+    for streamed in (False, True):
+        for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": messages})):
+            asked = {**body, "stop_regex": [expression, "x+y"], "stop": "END", "max_tokens": 99, "stream": streamed}
+            if streamed:
+                parts = [json.loads(event)["choices"][0] for event in (await served.events(path, asked))[:-1]]
+                text = "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts)
+                last = parts[-1]
+            else:
+                (last,) = (await served.post(path, asked))[1]["choices"]
+                text = last["text"] if "text" in last else last["message"]["content"]
+            assert (text, last["finish_reason"]) == ("The year ", "stop")
+            assert last["matched_stop"] == last["stop_reason"] == expression
+    kept = {"prompt": "a", "stop_regex": expression, "include_stop_str_in_output": True, "max_tokens": 99}
+    assert (await served.post("/v1/completions", kept))[1]["choices"][0]["text"] == "The year 1984"
+    native = {"text": "a", "sampling_params": {"stop_regex": expression}}
+    answer = (await served.post("/generate", native))[1]
+    assert answer["text"] == "The year " and answer["meta_info"]["finish_reason"]["matched"] == expression
+
+
+@pytest.mark.parametrize("value", ["[.*", ["a"] * 33, "x" * 257, "", "a*", "(a{30}){30}", ["a{200}"] * 3])
+async def test_stop_expressions_that_cannot_be_are_refused(served, value):
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "a", "stop_regex": value}, "stop_regex"),
+        ("/generate", {"text": "a", "sampling_params": {"stop_regex": value}}, "sampling_params.stop_regex"),
+    ):
+        status, answer, _ = await served.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert not served.mesh.starts
 
 
 async def test_suffix_fills_a_gap_or_says_what_is_missing(served, tokenizer):

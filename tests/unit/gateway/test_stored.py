@@ -8,7 +8,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gateway.stored import ResponseStore, StoreLimits, read
-from tests.unit.gateway.dialects import WEATHER
+from tests.unit.gateway.dialects import WEATHER, call, calls
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER}
@@ -105,18 +105,17 @@ async def test_a_conversation_goes_on_by_id(client, served, streamed):
 
 
 async def test_a_call_and_its_result_across_two_requests(served):
-    says(served, '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Rome'
-         "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>")  # fmt: skip
+    says(served, calls(call("Rome")))
     _, first, _ = await served.post(PATH, {**BODY, "tools": [TOOL], "store": True})
-    (call,) = [item for item in first["output"] if item["type"] == "function_call"]
-    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    (made,) = [item for item in first["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": made["call_id"], "output": "sun"}
     says(served, "Sun.")
     body = {**BODY, "tools": [TOOL], "previous_response_id": first["id"], "input": [result]}
     status, answer, _ = await served.post(PATH, body)
     assert status == 200, answer
     assert "Rome" in prompt_of(served) and "<tool_result>sun</tool_result>" in prompt_of(served)
     status, answer, _ = await served.post(PATH, {**body, "input": "Go on"})
-    assert status == 400 and call["call_id"] in answer["error"]["message"]
+    assert status == 400 and made["call_id"] in answer["error"]["message"]
     assert "previous_response_id.items[1]" in answer["error"]["message"]
     counted = await served.post(f"{PATH}/input_tokens", body)
     assert counted[1]["input_tokens"] == len(served.mesh.starts[-1].prompt)

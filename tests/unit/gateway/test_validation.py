@@ -199,7 +199,6 @@ async def test_a_prompt_that_is_too_long_is_counted_or_said_to_be_a_bound(served
     [
         (CHAT, {"functions": [{"name": "f"}]}, "tool"),
         (CHAT, {"web_search_options": {}}, "search"),
-        (COMPLETIONS, {"stop_regex": "a"}, "regex"),
         (COMPLETIONS, {"use_beam_search": True}, "beam"),
         (CHAT, {"logits_processors": ["x"]}, "code"),
         (CHAT, {"documents": [{"text": "x"}]}, "passages"),
