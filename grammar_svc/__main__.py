@@ -19,7 +19,7 @@ from meshkit.exit_codes import Exit
 from meshkit.health import Health
 from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import Serving, run, serve
-from meshkit.standby import Place, take_over, until_served, until_taken
+from meshkit.standby import Place, beating, take_over, until_served, until_taken
 
 if TYPE_CHECKING:
     from grammar_svc.children import Children
@@ -139,9 +139,10 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
         if place is not None:
             place.announce()
         sizes = metrics.gauge("v4mesh_grammar_cache_bytes", "Bytes of compiled grammars kept")
-        while True:
-            sizes.put(grammars.bytes)
-            await asyncio.sleep(1.0)
+        async with beating(place):
+            while True:
+                sizes.put(grammars.bytes)
+                await asyncio.sleep(1.0)
 
     async def finish() -> None:
         servicer.drain()

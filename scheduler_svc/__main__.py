@@ -14,7 +14,7 @@ from meshkit.exit_codes import Exit
 from meshkit.health import Health
 from meshkit.obs import Metrics, setup_logging, start_tracing
 from meshkit.server import Serving, run, serve
-from meshkit.standby import Place, take_over, until_taken
+from meshkit.standby import Place, beating, take_over, until_taken
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.loop import SchedulerLoop
 from scheduler_svc.servicer import NAME, SchedulerServicer
@@ -30,12 +30,12 @@ async def _serve(config: SchedulerConfig) -> int:
             ended = await take_over(address, until_taken(place), metrics_port=config.metrics_port)
             if isinstance(ended, Exit):
                 return int(ended)
-        return await _work(config)
+        return await _work(config, place)
     finally:
         place.leave()
 
 
-async def _work(config: SchedulerConfig) -> int:
+async def _work(config: SchedulerConfig, place: Place | None = None) -> int:
     health, metrics, tracing = Health(), Metrics(), start_tracing("scheduler")
     metrics.listen(config.metrics_port)
     loop = SchedulerLoop(
@@ -52,8 +52,13 @@ async def _work(config: SchedulerConfig) -> int:
         reflection=(NAME,) if config.reflection else (),
         drain_s=config.drain_s,
     )
+
+    async def work() -> None:
+        async with beating(place):
+            await loop.run()
+
     try:
-        return await serve(serving, health, SchedulerServicer(loop).add_to, work=loop.run, finish=loop.finish)
+        return await serve(serving, health, SchedulerServicer(loop).add_to, work=work, finish=loop.finish)
     finally:
         metrics.close()
         tracing.shutdown()
