@@ -14,7 +14,8 @@ from torch import Tensor
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
-HEADS = 4
+HEADS, MANY_HEADS, MANY_TOKENS = 4, 16, 4096
+"""Heads of a program, and of one where there are many tokens."""
 
 
 @triton.jit(do_not_specialize=["scale_column"])
@@ -54,6 +55,7 @@ def _turn_and_quantise(
 def attention_output(o: Tensor, turns: Tensor, positions: Tensor, codes: Tensor, scale: Tensor) -> None:
     """See the door."""
     tokens, heads = o.shape[:2]
-    _turn_and_quantise[(tokens, triton.cdiv(heads, HEADS))](
-        o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=HEADS, num_warps=4
+    tile = HEADS if tokens < MANY_TOKENS else MANY_HEADS
+    _turn_and_quantise[(tokens, triton.cdiv(heads, tile))](
+        o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=tile, num_warps=4
     )

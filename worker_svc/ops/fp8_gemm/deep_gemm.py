@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 RECIPE = (1, 128, 128)
+APART_ROWS = 8192
+"""From here on a product for each group is faster than the grouped one: 833 against 998 us at 16,384 rows of wo_a on an
+H200, 238 against 212 at 4,096."""
 
 
 @cache
@@ -29,5 +32,10 @@ def fp8_gemm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor)
 def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """See the door."""
     out = torch.empty(codes.shape[0], *weight.shape[:2], dtype=torch.bfloat16, device=codes.device)
-    package().fp8_einsum("bhr,hdr->bhd", (codes, scale), (weight, weight_scale), out, recipe=RECIPE)
+    if codes.shape[0] < APART_ROWS:
+        package().fp8_einsum("bhr,hdr->bhd", (codes, scale), (weight, weight_scale), out, recipe=RECIPE)
+        return out
+    for group in range(weight.shape[0]):
+        x = codes[:, group], scale[:, group]
+        package().fp8_gemm_nt(x, (weight[group], weight_scale[group]), out[:, group])
     return out
