@@ -6,7 +6,7 @@ random inputs, and outputs that the caller provides start as garbage.
 # mypy: disallow-untyped-calls=False
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -257,14 +257,43 @@ def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: 
         n_routed_experts=experts,
         vocab_size=4096,
     )
-    source = Remembered(RandomSource(config, torch.device("cpu")))
+    source = Remembered(RandomSource(config, device))
     pools = KvPools(KvLayout(config=config, numerics=NUMERICS, max_verify=1), slots=2, pages=8, tails=2)
-    builder: Any = ModelBuilder(source, pools.layout, max_context=2048, deterministic=False)  # type: ignore[arg-type]
+    builder: Any = ModelBuilder(OnHost(source), pools.layout, max_context=2048, deterministic=False)  # type: ignore[arg-type]
     cpu = builder.transformer(pools)
     weights = WeightLoader(source, device).model()
     ids = torch.randint(3, 4096, (tokens,), generator=_rng(51)).tolist()
     free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
     compare(CpuModel(cpu), {"flash4": free, "flash4_forced": forced}, ids, report)
+
+
+class OnHost:
+    """The same weights for the CPU model, dequantised where they are."""
+
+    def __init__(self, source: "Remembered") -> None:
+        self.config, self.expert_format, self._source = source.config, source.expert_format, source
+
+    def experts(self, layer: int, name: str) -> Any:
+        """Something that dequantises to the host."""
+        return _Routed(self._source.experts(layer, name))
+
+    def dense(self, name: str) -> Any:
+        """See RandomSource."""
+        return self._source.dense(name).cpu()
+
+    def float32(self, name: str) -> Tensor:
+        """See RandomSource."""
+        return self._source.float32(name).cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    weight: Any
+
+    def dequantise(self) -> Tensor:
+        """FP32 [E, out, in]."""
+        values: Tensor = self.weight.dequantise()
+        return values.cpu()
 
 
 class Remembered:

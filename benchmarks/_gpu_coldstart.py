@@ -39,15 +39,21 @@ def start(folder: Path, cache: str) -> dict[str, Any]:
     config = WorkerConfig(device="cuda", model=str(folder), kernel_cache=cache, slots=SLOTS)
     device = loading.gpu()
     torch.zeros(1, device=device)
-    loading.prepare_kernels(config, folder)
+    covered = loading.prepare_kernels(config, folder)
     watch = CompileWatch.of_environment()
     known = watch.ready()
     shape = V4Config.load(folder)
     laps["device"] = time.perf_counter() - begin
     rules = VocabRules(vocab_size=shape.vocab_size, eos_ids=(shape.eos_token_id,))
-    loading.from_source(config, folder, RandomSource(shape, device), device, rules, laps)
+    loading.from_source(config, folder, RandomSource(shape, device), device, rules, laps, covered)
     ready = time.time() - born
-    return laps | {"ready": ready, "beyond_weights": ready - laps["weights"], "known": known, "compiled": watch.new()}
+    return laps | {
+        "ready": ready,
+        "beyond_weights": ready - laps["weights"],
+        "covered": covered,
+        "known": known,
+        "compiled": watch.new(),
+    }
 
 
 def measure(config: Any, report: Any) -> None:

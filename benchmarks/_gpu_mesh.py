@@ -21,8 +21,8 @@ from meshkit.testing import ServiceProcess, until
 from worker_svc.compute import ComputeThread
 from worker_svc.core.table import PoolConfig
 from worker_svc.core.work import StepOutcome, StepWork
+from worker_svc.gpu.ahead import compile_ahead, warm_up
 from worker_svc.gpu.executor import Flight, GpuExecutor
-from worker_svc.gpu.loading import warm_up
 from worker_svc.kernel_cache import CompileWatch
 from worker_svc.loop import WorkerLoop
 from worker_svc.masks.source import MaskSource
@@ -82,8 +82,9 @@ async def drive(bench: Bench, rows: int, steps: int) -> Marked:
 
 def measure(bench: Bench, rows: int, steps: int, report: Any) -> None:
     """Share of time without work on the device, gaps and step time."""
+    compile_ahead(bench.executor, 4096, covered=True)
     bench.executor.capture()
-    warm_up(bench.executor, bench.executor.info, 4096)
+    warm_up(bench.executor, 4096)
     watch = CompileWatch.of_environment()
     bench.executor.watch(watch)
     marked = asyncio.run(drive(bench, rows, steps))

@@ -16,6 +16,7 @@ from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
 from worker_svc.core.work import CopyWork, Fault, RowWork, SlotInit, StepWork, TailWork
 from worker_svc.executor import CpuExecutor
+from worker_svc.gpu import ahead
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.graphs import buckets
 from worker_svc.gpu.layout import GpuSizes, ShapeError, check_shapes
@@ -297,3 +298,15 @@ def test_buckets_reach_the_largest_batch_and_no_further():
     assert buckets(3) == [1, 2, 3]
     assert buckets(64)[-2:] == [48, 64]
     assert buckets(400)[-3:] == [320, 384, 400]
+
+
+def test_warming_up_runs_odd_and_even_prompts_a_resumed_one_and_two_at_once(gpu, monkeypatch):
+    monkeypatch.setattr(ahead, "WARM_SIZES", (16,))
+    seen = []
+    run = gpu.run
+    monkeypatch.setattr(gpu, "run", lambda work: seen.append(work) or run(work))
+    ahead.warm_up(gpu, 300)
+    assert {len(work.rows[0].ids) for work in seen} >= {13, 16, 297, 300}
+    assert any(len(work.rows) == 2 for work in seen) and any(work.saves for work in seen)
+    resumed = [work.rows[0] for work in seen if work.tail_loads]
+    assert resumed and all(row.start == 256 for row in resumed)

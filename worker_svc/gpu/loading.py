@@ -13,14 +13,14 @@ import torch
 from meshkit.errors import GpuError, MemoryShort
 from meshkit.memory_plan import Shape, plan
 from meshkit.models import resolve_model, served_name
-from meshkit.types import PAGE_TOKENS, ModelInfo, SamplingParams
+from meshkit.types import PAGE_TOKENS, ModelInfo
 from worker_svc.checkpoint.errors import NumericsError
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics, choose_numerics
 from worker_svc.config import WorkerConfig
 from worker_svc.core.table import PoolConfig
-from worker_svc.core.work import RowWork, SlotInit, StepWork
 from worker_svc.executor import revision_of, rules_of
+from worker_svc.gpu.ahead import compile_ahead, warm_up
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.pools import GpuPools
@@ -36,7 +36,6 @@ from worker_svc.sampling import VocabRules
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
 MAX_VERIFY: Final = 1
-WARM_SIZES: Final = (16, 64, 128, 256, 512, 1024, 2048, 4096)
 POOL_SHARE: Final = 0.75
 """Of the memory left beside the weights: the rest is for activations of the largest step, graphs and libraries."""
 
@@ -48,12 +47,12 @@ def load(config: WorkerConfig) -> Loaded:
     start = time.perf_counter()
     device = gpu()
     folder = resolve_model(config.model)
-    prepare_kernels(config, folder)
+    covered = prepare_kernels(config, folder)
     check_memory(config, folder, torch.cuda.mem_get_info(device)[0])
     progress = LoadProgress()
     checkpoint = load_checkpoint(folder, progress=lambda done, total: progress("read", done, total))
     laps: dict[str, float] = {}
-    loaded = from_source(config, folder, checkpoint, device, rules_of(folder, checkpoint), laps, progress)
+    loaded = from_source(config, folder, checkpoint, device, rules_of(folder, checkpoint), laps, covered, progress)
     progress.close()
     spent = ", ".join(f"{name} {seconds:.1f}" for name, seconds in laps.items())
     log.info("device memory %.2f GB", torch.cuda.memory_allocated(device) / 1e9)
@@ -68,9 +67,13 @@ def from_source(
     device: torch.device,
     rules: VocabRules,
     laps: dict[str, float],
+    covered: bool,
     progress: LoadProgress | None = None,
 ) -> Loaded:
-    """Weights, pools, graphs, warm-up. `laps` gets the seconds of each; `folder` has the config, weights or not."""
+    """Weights, pools, compiling, graphs, warm-up: `laps` gets the seconds of each.
+
+    `folder` has the config, weights or not; `covered`: the kernel cache is complete, see `prepare_kernels`.
+    """
     numerics = gpu_numerics(source, config)
     layout = KvLayout(config=source.config, numerics=numerics, max_verify=MAX_VERIFY)
     log.info("loading %s on %s: %s", folder.name, torch.cuda.get_device_name(device), numerics.describe())
@@ -92,10 +95,12 @@ def from_source(
         )
         model = Transformer(weights, source.config, pools, max_context=info.max_context, max_tokens=step_tokens + slots)
         executor = GpuExecutor(model=model, pools=pools, info=info, rules=rules, max_rows=slots)
+    with _lap(laps, "compiling", device):
+        compile_ahead(executor, step_tokens, covered=covered)
     with _lap(laps, "graphs", device):
         executor.capture()
     with _lap(laps, "warm-up", device):
-        warm_up(executor, info, step_tokens)
+        warm_up(executor, step_tokens)
     executor.watch(CompileWatch.of_environment())
     return Loaded(
         executor,
@@ -113,8 +118,11 @@ def _lap(laps: dict[str, float], name: str, device: torch.device) -> Iterator[No
     laps[name] = time.perf_counter() - begin
 
 
-def prepare_kernels(config: WorkerConfig, folder: Path) -> None:
-    """Pins and the kernel cache, before any kernel package is imported. GpuError for what cannot be kept."""
+def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
+    """Pins and the kernel cache, before any kernel package is imported; whether the cache has all kernels.
+
+    GpuError for what cannot be kept.
+    """
     machine = this_machine()
     root = open_cache(config.kernel_cache, machine, fresh=config.jit_recompile)
     try:
@@ -126,6 +134,7 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> None:
     if lacking and not config.jit:
         raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
     log.info("kernels: %s%s", root, f"; {lacking}, so they compile now" if lacking else "")
+    return not lacking
 
 
 def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:
@@ -147,17 +156,6 @@ def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:
         lines = "\n  ".join(found.table("free on this card"))
         fact = f"{folder.name} needs {found.short / 1e9:.2f} GB more than there is"
         raise MemoryShort(f"{fact}\n  {lines}\n  fix: see `v4mesh plan {folder}` for what would fit")
-
-
-def warm_up(executor: GpuExecutor, info: ModelInfo, step_tokens: int) -> None:
-    """Prefill chunks of the sizes that choose kernels, up to the largest step: nothing compiles while serving."""
-    params = SamplingParams(temperature=0.0, max_tokens=1)
-    most = min(step_tokens, info.max_context - 1)
-    for tokens in sorted({min(size, most) for size in (*WARM_SIZES, most)}):
-        init = SlotInit(slot=0, params=params, seed=0, choice=0, n_emitted=0)
-        ids = tuple(3 + at % (info.vocab_size - 3) for at in range(tokens))
-        row = RowWork(slot=0, ids=ids, pages=range(-(-tokens // PAGE_TOKENS)))
-        executor.run(StepWork(inits=(init,), rows=(row,)))
 
 
 def gpu() -> torch.device:

@@ -67,15 +67,17 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
 def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
     """Run what a worker runs at start, over zeros, and write the manifest."""
     from worker_svc.checkpoint.config import V4Config
-    from worker_svc.gpu.loading import WARM_SIZES, warm_up
+    from worker_svc.gpu.ahead import WARM_SIZES, compile_ahead, warm_up
 
     watch = CompileWatch.of_environment()
     before, start = watch.ready(), time.perf_counter()
+    covered = not mismatch(read_manifest(root), machine, digest)
     executor = _executor(V4Config.load(folder), config)
     failures = []
     for name, run in (
+        ("products", lambda: compile_ahead(executor, config.step_tokens, covered=covered)),
         ("decode", executor.capture),
-        ("prefill", lambda: warm_up(executor, executor.info, config.step_tokens)),
+        ("prefill", lambda: warm_up(executor, config.step_tokens)),
     ):
         began = time.perf_counter()
         try:

@@ -11,7 +11,7 @@ from worker_svc.checkpoint.census import preset
 from worker_svc.checkpoint.errors import CheckpointError
 from worker_svc.config import WorkerConfig
 from worker_svc.core.work import RowWork, SlotInit, StepWork
-from worker_svc.gpu import loading
+from worker_svc.gpu import ahead, loading
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.loading import gpu_numerics, pool_sizes
 from worker_svc.kv.layout import KvLayout
@@ -82,16 +82,20 @@ def test_flash_memory_is_what_its_formats_say():
     assert GpuSizes(wide).bytes_per_slot > GpuSizes(flash).bytes_per_slot
 
 
-def test_loading_ends_with_a_warm_executor_and_its_pools(monkeypatch):
+def test_loading_ends_with_a_warm_executor_and_its_pools(monkeypatch, request):
     """On CPU tensors: everything but the kernels is what a GPU worker does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two would wait for each other most of the time
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loading, "prepare_kernels", lambda config, folder: None)  # has tests of its own
+    monkeypatch.setattr(loading, "prepare_kernels", lambda config, folder: True)  # has tests of its own
+    monkeypatch.setattr(ahead, "WARM_SIZES", (16,))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a processor")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**11, 10**11))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    loaded = load(WorkerConfig(device="cuda", slots=2, pages=4, tails=2, max_step_tokens=40))
+    loaded = load(WorkerConfig(device="cuda", slots=2, pages=4, tails=2, max_step_tokens=16))
     assert loaded.info.max_context == 1024 and loaded.info.kv_layout_id.endswith("-gpu")
-    assert (loaded.pools.slots, loaded.pools.pages, loaded.pools.max_step_tokens) == (2, 4, 40)
+    assert (loaded.pools.slots, loaded.pools.pages, loaded.pools.max_step_tokens) == (2, 4, 16)
     params = SamplingParams(temperature=0.0, max_tokens=3)
     init = SlotInit(slot=1, params=params, seed=1, choice=0, n_emitted=0)
     row = RowWork(slot=1, ids=(5, 6, 7), pages=[2])

@@ -16,7 +16,7 @@ from meshkit.models import DEFAULT_MODEL
 from worker_svc import kernel_cache
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.config import WorkerConfig
-from worker_svc.gpu import loading
+from worker_svc.gpu import ahead, loading
 from worker_svc.kernel_cache import CompileWatch, Machine, Manifest
 from worker_svc.ops import registry
 from worker_svc.precache import __main__ as command
@@ -126,9 +126,12 @@ def test_hollow_weights_have_one_layer_of_each_kind():
     assert experts.packed.shape == (whole.n_routed_experts, whole.moe_intermediate_size, whole.hidden_size // 2)
 
 
-def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monkeypatch, capsys):
+def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monkeypatch, capsys, request):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine two would wait for each other most of the time
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(loading, "WARM_SIZES", (16,))
+    monkeypatch.setattr(ahead, "WARM_SIZES", (16,))
     for name in files.VARIABLES:
         monkeypatch.setenv(name, str(tmp_path / name))
     line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "16"]

@@ -1,0 +1,26 @@
+"""What a GPU worker compiles before it is ready: which sizes are tried, and that the warm-up's steps are real ones."""
+
+from itertools import pairwise
+
+from worker_svc.gpu import ahead
+
+
+def test_products_are_tried_wherever_a_tile_of_64_rows_could_change():
+    rows = ahead.product_rows(8256)
+    assert rows[:4] == [16, 32, 64, 128] and rows[-1] == 8256
+    for tokens in (1, 17, 40, 65, 700, 8191):
+        tried = next(size for size in rows if size >= tokens)
+        assert -(-tried // 64) == -(-tokens // 64)
+
+
+def test_experts_are_tried_at_every_small_size_and_at_every_bucket():
+    tokens = ahead.expert_tokens(8256, [1, 48, 200])
+    assert set(range(1, 65)) <= set(tokens) and 200 in tokens and tokens[-1] == 8256
+    assert all(b - a <= max(8, a / 16) for a, b in pairwise(tokens))
+
+
+def test_a_process_that_fails_is_counted_not_fatal(monkeypatch, caplog):
+    monkeypatch.setattr(ahead, "_in_process", lambda part: part[0][1] == 256)
+    with caplog.at_level("INFO"):
+        ahead.compile_products([(0, 128, 256), (8, 256, 512)], [16, 64, 1024])
+    assert "products compiled by 4 processes" in caplog.text and "2 of them failed" in caplog.text
