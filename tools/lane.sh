@@ -1,7 +1,7 @@
 #!/bin/bash
-# The tests in two halves side by side, one core each, then the simulation: tools/lane.sh BIN SEEDS.
-# Whatever starts services as processes is one half, everything else the other. The simulation begins on the core of the
-# half that is through first, and goes on on both. The last line adds up pytest's own summaries.
+# Static checks and tests in two halves side by side, one core each, then the simulation: tools/lane.sh BIN SEEDS.
+# Tests that start services as processes are one half, the checks and all other tests the other. The simulation begins
+# on the core of the half that is through first, and goes on on both. The last line adds up pytest's own summaries.
 set -u
 bin=$1 seeds=$2
 logs=$(mktemp -d)
@@ -28,8 +28,14 @@ again() {  # again NAME FLAGS...: what failed beside everything else runs once m
   echo $? > "$logs/$name.status"
 }
 
+checks_and_half() {  # the checks say at once what they find; the tests run in any case
+  make --no-print-directory static
+  echo $? > "$logs/static.status"
+  half "$@"
+}
+
 half processes "${processes[@]}" &
-half others "${processes[@]/#/--ignore=}" &
+checks_and_half others "${processes[@]/#/--ignore=}" &
 wait -n
 echo "one half of the tests is through: $((SECONDS - begin)) s"
 "$bin/python" -m tests.sim --seeds "$seeds" --jobs 1 > "$logs/sim" 2>&1 &
@@ -42,9 +48,11 @@ sim_status=$?
 cat "$logs/processes" "$logs/others" "$logs/sim"
 again processes "${processes[@]}"
 again others "${processes[@]/#/--ignore=}"
-echo "tests and simulation together: $((SECONDS - begin)) s"
-[ "$sim_status" = 0 ] && [ "$(cat "$logs/processes.status")" = 0 ] && [ "$(cat "$logs/others.status")" = 0 ]
-red=$?
+echo "checks, tests and simulation together: $((SECONDS - begin)) s"
+red=$sim_status
+for part in static processes others; do
+  [ "$(cat "$logs/$part.status")" = 0 ] || { echo "red: $part"; red=1; }
+done
 tail -qn 1 "$logs/processes" "$logs/others" | awk -v seconds=$((SECONDS - begin)) -v red=$red '
   { for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|error|errors),?$/) { sub(",", "", $i); n[$i] += $(i - 1) } }
   END {

@@ -31,9 +31,9 @@ def test_help_lists_what_the_readme_promises():
     ("target", "commands"),
     [
         ("demo", ["-m venv nowhere", "-c constraints.txt", "'.[cpu]'", "v4mesh demo"]),
-        ("test", ["'.[dev,grammar]'", "ruff check", "ruff format --check", "mypy", "lint-imports"]),
-        ("test", ["gen_protos.sh --check"]),
-        ("test", ["tools/lane.sh nowhere/bin 1000"]),
+        ("static", ["'.[dev,grammar]'", "ruff check", "ruff format --check", "mypy", "lint-imports"]),
+        ("static", ["gen_protos.sh --check"]),
+        ("test", ["'.[dev,grammar]'", "tools/lane.sh nowhere/bin 10000"]),
         ("nightly", ["tests.sim --seeds 200000", 'pytest -m "not gpu"']),
         ("sim SEEDS=7", ["tests.sim --seeds 7"]),
     ],
@@ -57,7 +57,7 @@ def test_the_lane_says_what_its_parts_took_and_ends_with_pytests_summary(tmp_pat
         (tmp_path / ".venv" / stamp).touch()
     lines = make("test", folder=tmp_path).splitlines()
     assert sorted(line.split(":")[0] for line in lines if re.fullmatch(r"\w+: \d+ s", line)) == ["static"]
-    assert re.fullmatch(r"tests and simulation together: \d+ s", lines[-2])
+    assert re.fullmatch(r"checks, tests and simulation together: \d+ s", lines[-2])
     assert re.fullmatch(r"14 passed in \d+s", lines[-1])  # both halves
     for broken in (".venv/bin/mypy", ".venv/bin/python", ".venv/bin/pytest"):  # in static, in sim, at the end
         program(tmp_path / broken, "exit 1")
