@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.app import GATEWAY, build_app
+from gateway.app import GATEWAY, build_admin_app, build_app
 from gateway.config import GatewayConfig
 from gateway.http_server import GatewayRunner
 from gateway.instances.fleet import Fleet
@@ -84,13 +84,15 @@ async def serve(config: GatewayConfig) -> int:
     gateway.metrics.others.append(mesh_metrics)
     gateway.metrics.grammar = grammars
     rpc = RpcListener(gateway, tracing)
-    runner = _runner(app, config)
+    runner, admin = _runner(app, config), _runner(build_admin_app(app), config)
     await runner.setup()
     signals = _Signals()
     linking = asyncio.create_task(mesh.run())
     try:
         if config.hub:
             gateway.siblings = await Member.join(gateway, config.hub)
+        if config.listen_admin:
+            await _listen_admin(admin, config)
         opening = asyncio.create_task(_open(gateway, runner, rpc, address))
         loading = asyncio.create_task(_load_tokenizer(gateway))
         await _until_stopped(signals, linking, loading, opening)
@@ -104,6 +106,7 @@ async def serve(config: GatewayConfig) -> int:
             await gateway.siblings.stop()
         await rpc.stop(_ABORT_SECONDS)
         await runner.cleanup()
+        await admin.cleanup()
         linking.cancel()
         with suppress(asyncio.CancelledError):
             await linking
@@ -186,6 +189,28 @@ async def _listen(runner: web.AppRunner, address: Address, handed: Sequence[int]
     shown = f"unix:{address.path}" if address.path else f"http://{address.host}:{runner.addresses[0][1]}"
     log.info("listening on %s", shown)
     return site
+
+
+async def _listen_admin(runner: web.AppRunner, config: GatewayConfig) -> None:
+    """For operators. All processes of a port listen there, a successor beside its predecessor: any speaks for all."""
+    address = parse_address(config.listen_admin)
+    secured = config.insecure or config.admin_api_key_file is not None
+    if config.hub or config.ready_fd:
+        check_trust(address, insecure=secured)
+    else:
+        prepare_listen(address, insecure=secured)
+    await runner.setup()
+    site: web.BaseSite
+    if address.path is not None:
+        site = web.UnixSite(runner, str(address.path))
+    else:
+        site = web.TCPSite(runner, address.host, address.port, reuse_port=True)
+    try:
+        await site.start()
+    except OSError as error:
+        raise PortError(f"cannot listen on {address}: {error.strerror}") from error
+    shown = address if address.path else f"http://{address.host}:{runner.addresses[0][1]}"
+    log.info("for operators on %s", shown)
 
 
 async def _load_tokenizer(gateway: Gateway) -> None:

@@ -26,6 +26,7 @@ from gateway.text.tokenizer import Tokenizer
 from meshkit.obs import Tracing, kv
 
 GATEWAY = web.AppKey("gateway", Gateway)
+_ENTRY: web.AppKey["_Entry"] = web.AppKey("entry")
 CLIENT_GONE = 499
 
 log = logging.getLogger("gateway.access")
@@ -47,9 +48,17 @@ def build_app(
         Cors(config.cors_origins),
         tracing or Tracing(),
     )
+    app[_ENTRY] = entry
     app.router.add_route("*", "/{path:.*}", entry.answer)
     app.cleanup_ctx.append(_background)
     return app
+
+
+def build_admin_app(app: web.Application) -> web.Application:
+    """The same gateway for operators: probes, metrics and what concerns the whole mesh, and nothing else."""
+    admin = web.Application(client_max_size=app[GATEWAY].limits.body)
+    admin.router.add_route("*", "/{path:.*}", app[_ENTRY].for_operators().answer)
+    return admin
 
 
 async def _background(app: web.Application) -> AsyncIterator[None]:
@@ -65,11 +74,17 @@ async def _background(app: web.Application) -> AsyncIterator[None]:
 class _Entry:
     """Answers every request."""
 
-    def __init__(self, gateway: Gateway, keys: KeyRing, cors: Cors, tracing: Tracing) -> None:
+    def __init__(
+        self, gateway: Gateway, keys: KeyRing, cors: Cors, tracing: Tracing, *, operators: bool = False
+    ) -> None:
         self._gateway = gateway
+        self._operators = operators
         self._keys = keys
         self._cors = cors
         self._tracing = tracing
+
+    def for_operators(self) -> "_Entry":
+        return _Entry(self._gateway, self._keys, self._cors, self._tracing, operators=True)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """Dispatch one request; whatever happens, it is counted and logged once."""
@@ -90,6 +105,9 @@ class _Entry:
                 if "anthropic-version" in request.headers:
                     _speak_anthropic(exchange)
                 match = routes.find(request.path)
+                if self._operators:
+                    exchange.operators = True
+                    _check_operators(match)
                 if match.route.anthropic:
                     _speak_anthropic(exchange)
                 response = self._preflight(match, exchange)
@@ -147,6 +165,14 @@ class _Entry:
             name = self._gateway.model.name
             note_server(exchange, exchange.request.transport)
             record_request(self._tracing, exchange, name, match.route.operation, status, seconds)
+
+
+def _check_operators(match: routes.Match) -> None:
+    """404 for what is not for operators, so that their address needs no tenant's key."""
+    if not (match.route.open or match.route.operator):
+        raise ApiError(
+            404, f"{match.route.paths[0]} is not answered at this address, which is for operators", code="not_found"
+        )
 
 
 def _speak_anthropic(exchange: Exchange) -> None:

@@ -53,6 +53,9 @@ class GatewayConfig:
     incremental_streaming_output: bool = option(False, "/generate streams deltas instead of the whole text so far")
     cors_origins: tuple[str, ...] = option((), "web pages that may ask, as https://host, comma separated; * is any")
     insecure: bool = option(False, "listen beyond loopback without keys")
+    listen_admin: str = option(
+        "", "host:port or unix:PATH for operators alone: probes, /metrics, /server_info, flush, explain; empty: none"
+    )
     public_metrics: bool = option(False, "show /metrics and /server_info beyond loopback too")
     deterministic: bool = option(False, "repeated ids must be equal: a difference is counted as a fault")
     encode_threads: int = option(2, "threads that encode long prompts")
@@ -91,7 +94,7 @@ class GatewayConfig:
             raise FieldError("listen_fds", f"{len(self.listen_fds)} sockets for {self.processes} processes")
         if not 1 <= len(set(self.scheduler)) == len(self.scheduler) <= MOST_SCHEDULERS:
             raise FieldError("scheduler", f"must be 1 to {MOST_SCHEDULERS} different addresses")
-        for address in self.scheduler:
+        for address in (*self.scheduler, *((self.listen_admin,) if self.listen_admin else ())):
             parse_address(address)  # now, not at the first dial
         for name, (low, high) in ranges.items():
             value = getattr(self, name)

@@ -49,6 +49,7 @@ class Exchange(Caller):
     """One HTTP request."""
 
     request: web.Request
+    operators: bool = False  # it came in at their address
     error_shape: Callable[[ApiError, str], dict[str, Any]] = lambda error, _: error.body()  # as its dialect has it
 
 

@@ -70,7 +70,7 @@ async def health_generate(gateway: Gateway, exchange: Exchange) -> web.StreamRes
 
 
 async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
-    _check_local(gateway, "/metrics")
+    _check_shown(gateway, exchange, "/metrics")
     headers = {**exchange.headers, "Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
     siblings = gateway.siblings
     body = gateway.metrics.exposition() if siblings is None else await siblings.metrics()
@@ -78,7 +78,7 @@ async def metrics(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
 
 
 async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
-    _check_local(gateway, "/server_info")
+    _check_shown(gateway, exchange, "/server_info")
     model, limits = gateway.model, gateway.limits
     return json_response(
         exchange,
@@ -135,13 +135,13 @@ async def abort_request(gateway: Gateway, exchange: Exchange) -> web.StreamRespo
     return json_response(exchange, {"success": True})
 
 
-def _check_local(gateway: Gateway, path: str) -> None:
+def _check_shown(gateway: Gateway, exchange: Exchange, path: str) -> None:
     """403 where others than this machine's users could read how much the mesh does, unless the operator wants that."""
     config = gateway.config
-    if not (config.public_metrics or parse_address(config.listen_http).is_local):
+    if not (exchange.operators or config.public_metrics or parse_address(config.listen_http).is_local):
         text = (
-            f"{path} is not shown beyond loopback: start the gateway with --public-metrics, or set "
-            "public_metrics = true in its [gateway] section"
+            f"{path} is not shown beyond loopback: start the gateway with --listen-admin, an address for operators, "
+            "or with --public-metrics (listen_admin or public_metrics = true in its [gateway] section)"
         )
         raise ApiError(403, text, code="not_public")
 

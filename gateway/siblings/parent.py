@@ -35,6 +35,10 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
     if http.path is not None:
         raise ConfigError(f"processes = {config.processes} share a TCP port; listen_http is {http}")
     secured = config.insecure or config.api_key_file is not None
+    if config.listen_admin:
+        admin = parse_address(config.listen_admin)
+        if admin.path is not None or not admin.port:
+            raise ConfigError(f"processes = {config.processes} share a TCP port of a number; listen_admin is {admin}")
     held = []
     fds = list(config.listen_fds)
     if fds:

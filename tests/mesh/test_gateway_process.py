@@ -23,6 +23,16 @@ def ask(url: str) -> tuple[int, dict, dict]:
         return error.code, json.load(error), dict(error.headers)
 
 
+async def at_socket(path: str, route: str) -> bytes:
+    """The raw answer of a server on a unix socket."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(f"GET {route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    return answer
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,9 +48,12 @@ async def test_answers_without_a_mesh_and_drains(tmp_path):
         f"unix:{tmp_path}/s.sock",
         "--model",
         str(DEFAULT_MODEL),
+        "--listen-admin",
+        f"unix:{tmp_path}/admin.sock",
     )
     with ServiceProcess("gateway", *args, log=log) as process:
         await until(lambda: "listening" in log.read_text(), 20)
+        assert b"sglang:http_requests_total" in await at_socket(f"{tmp_path}/admin.sock", "/metrics")
         status, body, _ = await asyncio.to_thread(ask, f"http://127.0.0.1:{port}/health")
         assert (status, body) == (200, {"status": "ok"})
         await until(lambda: "tokenizer loaded" in log.read_text(), 20)
@@ -70,6 +83,9 @@ def test_a_port_in_use_names_who_holds_it(capfd):
         (["--model", str(DEFAULT_MODEL), "--max-choices", "0"], 3, "max_choices"),
         (["--model", str(DEFAULT_MODEL), "--api-key-file", "/nowhere/keys"], 3, "api-key-file"),
         (["--model", str(DEFAULT_MODEL), "--listen-http", "0.0.0.0:0"], 3, "insecure"),
+        (["--model", str(DEFAULT_MODEL), "--listen-admin", "0.0.0.0:0"], 3, "insecure"),
+        (["--model", str(DEFAULT_MODEL), "--listen-admin", "nonsense"], 3, "no address"),
+        (["--model", str(DEFAULT_MODEL), "--listen-admin", "127.0.0.1:0", "--processes", "2"], 3, "listen_admin"),
         ([], 3, "model is required"),
         (["--no-such-flag"], 2, "no-such-flag"),
     ],

@@ -231,7 +231,7 @@ async def test_server_info_and_model_info_hold_no_secret(mesh, serve_with, tmp_p
     [
         ({}, 200),
         ({"listen_http": "unix:/run/x/gateway.sock"}, 200),
-        ({"listen_http": "0.0.0.0:8000"}, 403),
+        ({"listen_http": "0.0.0.0:8000", "listen_admin": "127.0.0.1:9"}, 403),
         ({"listen_http": "0.0.0.0:8000", "public_metrics": True}, 200),
     ],
 )

@@ -2,15 +2,22 @@
 
 import io
 import re
+from contextlib import asynccontextmanager
 
+import aiohttp
 import grpc
 import pytest
+from aiohttp import web
 from meshpb.v1 import generation_pb2 as pb
 from meshpb.v1 import generation_pb2_grpc, scheduler_pb2
 
+from gateway.app import build_admin_app, build_app
+from gateway.config import GatewayConfig
+from gateway.http_server import GatewayRunner
 from meshkit.api_keys import HASHED, digest_of, read_api_keys
 from meshkit.cli import main
 from meshkit.errors import ConfigError
+from meshkit.models import DEFAULT_MODEL
 
 USER, OPERATOR = "sk-of-a-user", "sk-of-an-operator"
 
@@ -85,3 +92,48 @@ def test_hash_key_prints_what_the_file_takes(tmp_path, monkeypatch, capsys):
     assert main.main(["config", "hash-key"]) == 2
     assert main.main(["chat", "--api-key-file", str(file), "-q", "Hello"]) == 3  # nothing to send
     assert "hashes only" in capsys.readouterr().err
+
+
+async def test_the_operators_address_answers_them_alone(mesh, tokenizer, tmp_path):
+    (tmp_path / "keys").write_text("ann key-of-ann-123\n")
+    (tmp_path / "operators").write_text("ops key-of-ops-456\n")
+    config = GatewayConfig(
+        model=DEFAULT_MODEL,
+        listen_http="0.0.0.0:8000",
+        api_key_file=tmp_path / "keys",
+        admin_api_key_file=tmp_path / "operators",
+    )
+    app = build_app(mesh, tokenizer, config)
+    async with running(app) as url, running(build_admin_app(app)) as admin, aiohttp.ClientSession() as session:
+
+        async def status(path, method="GET", key=""):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            async with session.request(method, path, headers=headers) as response:
+                return response.status, await response.text()
+
+        operator = "key-of-ops-456"
+        assert (await status(f"{url}/metrics"))[0] == 403 and (await status(f"{admin}/metrics"))[0] == 200
+        found, text = await status(f"{url}/server_info", key=operator)
+        assert found == 403 and "--listen-admin" in text
+        assert (await status(f"{admin}/server_info", key=operator))[0] == 200
+        assert (await status(f"{admin}/server_info"))[0] == 401
+        assert (await status(f"{admin}/server_info", key="key-of-ann-123"))[0] == 403
+        assert (await status(f"{admin}/flush_cache", "POST", operator))[0] == 200
+        assert (await status(f"{admin}/health"))[0] == 200
+        for path in ("/v1/chat/completions", "/generate", "/v1/responses", "/tokenize", "/abort_request"):
+            found, text = await status(f"{admin}{path}", "POST", "key-of-ann-123")
+            assert found == 404 and "for operators" in text, path
+        assert (await status(f"{admin}/v1/models", key="key-of-ann-123"))[0] == 404
+        assert "sglang:http_requests_total" in (await status(f"{admin}/metrics"))[1]
+    assert not mesh.starts
+
+
+@asynccontextmanager
+async def running(app):
+    runner = GatewayRunner(app, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
