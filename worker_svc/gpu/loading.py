@@ -173,6 +173,9 @@ def gpu() -> torch.device:
 def gpu_numerics(source: WeightSource, config: WorkerConfig) -> Numerics:
     """FP8 activations and KV unless told otherwise; refuses what no kernel does. Checks the model's shapes too."""
     check_shapes(source.config)
+    if config.deterministic:
+        reason = "tiles and splits of GPU kernels follow the batch, and so do the last bits of a result"
+        raise NumericsError("--deterministic", "with --device cuda", reason, ("--device cpu", "--no-deterministic"))
     if source.expert_format != "fp4":
         raise NumericsError(
             "--device", "cuda", "the checkpoint has FP8 experts, for which there is no kernel yet", ("cpu",)
