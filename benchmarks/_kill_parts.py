@@ -119,7 +119,7 @@ class Tormentor:
         self, mesh: KillMesh, load: Load, rng: random.Random, *, least: int, say: Callable[[str], None]
     ) -> None:
         """`least`: requests in flight at every fault. `say` is told of each."""
-        self.mesh, self.load, self.rng, self.least, self._say = mesh, load, rng, least, say
+        self.mesh, self.load, self.rng, self.least, self.say = mesh, load, rng, least, say
 
     async def part(
         self,
@@ -129,9 +129,13 @@ class Tormentor:
         *,
         calm_s: float,
         limit_s: float = 3600.0,
+        part: Part | None = None,
     ) -> Part:
-        """Run the load, the faults one after the other for at most `limit_s`, and let the load end."""
-        part, first = Part(name), len(self.load.done)
+        """Run the load, the faults one after the other for at most `limit_s`, and let the load end.
+
+        `part` is filled as it goes, for whoever wants what there is when this raises.
+        """
+        part, first = part or Part(name), len(self.load.done)
         self.load.start(streams)
         began = time.monotonic()
         await asyncio.sleep(calm_s)
@@ -143,7 +147,7 @@ class Tormentor:
                 break
             done = await hurt()
             part.hurts.append(done)
-            self._say(
+            self.say(
                 f"{done.at - began:6.1f} s  {done.what}: {len(done.runs)} in flight, whole {done.over - done.at:.1f} s"
             )
         await self.load.stop()
@@ -219,11 +223,13 @@ class Tormentor:
         pid, before = self.mesh.pid(name), await self._silences(service)
         hurt = await self._strike(service, name, lambda: self.mesh.signal(pid, signal.SIGSTOP))
         hurt.what = f"{service} frozen {seconds:.0f} s"
+        thawed = hurt.at
         while (left := hurt.at + seconds - time.monotonic()) > 0:
-            if hurt.detected_s < 0 and await self._silences(service) > before:
+            if hurt.detected_s < 0 and (pid not in self.mesh.living() or await self._silences(service) > before):
                 hurt.detected_s = time.monotonic() - hurt.at
             await asyncio.sleep(min(left, 0.05))
-        thawed = self.mesh.signal(pid, signal.SIGCONT)
+        if pid in self.mesh.living():  # else its standby has ended it
+            thawed = self.mesh.signal(pid, signal.SIGCONT)
         return await self._goes_on(hurt, thawed)
 
     async def _silences(self, service: str) -> float:

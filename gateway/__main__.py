@@ -119,15 +119,30 @@ def _mesh(config: GatewayConfig, on_grammar: Callable[[float], None]) -> tuple[M
     """The way to the schedulers, and what it counts as text."""
     boot = int.from_bytes(os.urandom(8), "little")
     metrics = [Metrics() for _ in config.scheduler]
+    journals = [_journal(config, boot) for _ in config.scheduler]
+    pages = [_page(journal, counted) for journal, counted in zip(journals, metrics, strict=True)]
     clients = [
-        MeshClient(_journal(config, boot), address, counted, on_grammar)
-        for address, counted in zip(config.scheduler, metrics, strict=True)
+        MeshClient(journal, address, counted, on_grammar)
+        for journal, address, counted in zip(journals, config.scheduler, metrics, strict=True)
     ]
     if len(clients) == 1:
-        return clients[0], metrics[0].render
+        return clients[0], pages[0]
     own = Metrics()
     fleet = Fleet(config.scheduler, clients, random.Random(boot), own)
-    return fleet, lambda: merge(it.render().decode() for it in (*metrics, own))
+    return fleet, lambda: merge(page().decode() for page in (*pages, own.render))
+
+
+def _page(journal: Journal, metrics: Metrics) -> Callable[[], bytes]:
+    """The metrics as text, with what the journal holds at that moment."""
+    entries = metrics.gauge("v4mesh_journal_requests", "Open requests in the gateway's journal")
+    nbytes = metrics.gauge("v4mesh_journal_bytes", "Bytes of the gateway's journal")
+
+    def render() -> bytes:
+        entries.put(len(journal.entries))
+        nbytes.put(journal.bytes_used)
+        return metrics.render()
+
+    return render
 
 
 def _journal(config: GatewayConfig, boot: int) -> Journal:

@@ -11,7 +11,9 @@ from scheduler_svc.core.cost import CostModel
 from scheduler_svc.core.queue import WaitQueue
 
 _LEAST_RETRY_MS, _MOST_RETRY_MS = 1_000, 600_000
-_DOUBT = 1.2  # refused only when the forecast misses the deadline by this factor
+# Under overload the queue stays where refusals begin: at this share of the deadline. What is accepted there must be in
+# time though the forecast is a little short; measured, it was by 6 to 22 %.
+_SHARE = 0.75
 
 
 @dataclass(slots=True, eq=False)
@@ -128,8 +130,8 @@ def _places(sites: list[Site], ahead: Ahead, new: Newcomer, mean_output: float) 
 
 
 def retry_after_ms(forecast_ns: float, deadline_ms: int) -> int | None:
-    """None if the deadline is likely met; else when to ask again: once what is ahead has shrunk enough."""
-    forecast_ms = forecast_ns / 1e6
-    if forecast_ms <= deadline_ms * _DOUBT:
+    """None if the deadline is surely met; else when to ask again: once what is ahead has shrunk enough."""
+    forecast_ms, bearable_ms = forecast_ns / 1e6, deadline_ms * _SHARE
+    if forecast_ms <= bearable_ms:
         return None
-    return int(min(_MOST_RETRY_MS, max(_LEAST_RETRY_MS, forecast_ms - deadline_ms)))
+    return int(min(_MOST_RETRY_MS, max(_LEAST_RETRY_MS, forecast_ms - bearable_ms)))
