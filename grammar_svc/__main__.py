@@ -139,10 +139,9 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
         if place is not None:
             place.announce()
         sizes = metrics.gauge("v4mesh_grammar_cache_bytes", "Bytes of compiled grammars kept")
-        async with beating(place):
-            while True:
-                sizes.put(grammars.bytes)
-                await asyncio.sleep(1.0)
+        while True:
+            sizes.put(grammars.bytes)
+            await asyncio.sleep(1.0)
 
     async def finish() -> None:
         servicer.drain()
@@ -152,12 +151,15 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
             attachments.farewell("the grammar service is shutting down")
 
     try:
-        return await serve(serving, health, servicer.add_to, work=work, finish=finish)
+        async with beating(place):
+            try:
+                return await serve(serving, health, servicer.add_to, work=work, finish=finish)
+            finally:
+                metrics.close()
+                tracing.shutdown()
+                await grammars.stop()
+                await children.stop()
     finally:
-        metrics.close()
-        tracing.shutdown()
-        await grammars.stop()
-        await children.stop()
         if place is not None:
             place.leave()
 

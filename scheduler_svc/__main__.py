@@ -52,13 +52,9 @@ async def _work(config: SchedulerConfig, place: Place | None = None) -> int:
         reflection=(NAME,) if config.reflection else (),
         drain_s=config.drain_s,
     )
-
-    async def work() -> None:
-        async with beating(place):
-            await loop.run()
-
     try:
-        return await serve(serving, health, SchedulerServicer(loop).add_to, work=work, finish=loop.finish)
+        async with beating(place):
+            return await serve(serving, health, SchedulerServicer(loop).add_to, work=loop.run, finish=loop.finish)
     finally:
         metrics.close()
         tracing.shutdown()
