@@ -43,8 +43,8 @@ def config() -> dict[str, Any]:
 
 
 def test_compose_accepts_the_file_and_every_profile():
-    assert set(compose("config", "--services").split()) == {"scheduler", "gateway"}
-    every = {"scheduler", "gateway", "worker-cpu", "grammar", "grammar-standby"}
+    assert set(compose("config", "--services").split()) == {"scheduler", "scheduler-standby", "gateway"}
+    every = {"scheduler", "scheduler-standby", "gateway", "worker-cpu", "grammar", "grammar-standby"}
     assert set(compose("--profile", "cpu", "config", "--services").split()) == every
 
 
@@ -98,7 +98,8 @@ def test_the_gateway_does_not_wait_for_weights(config: dict[str, Any]):
 def test_scheduler_worker_and_both_grammar_services_name_one_socket(config: dict[str, Any]):
     commands = {name: service["command"] for name, service in config["services"].items()}
     (socket,) = {flag[flag.index("--grammar") + 1] for name, flag in commands.items() if "--grammar" in flag}
-    assert {name for name, flag in commands.items() if "--grammar" in flag} == {"scheduler", "worker-cpu"}
+    assert {name for name, flag in commands.items() if "--grammar" in flag} == {"scheduler", "scheduler-standby", "worker-cpu"}
+    assert commands["scheduler"] == commands["scheduler-standby"] and "--standby" in commands["scheduler"]
     assert commands["grammar"] == commands["grammar-standby"] and socket in commands["grammar"]
     ring = commands["grammar"][commands["grammar"].index("--ring-dir") + 1]
     for name in ("grammar", "grammar-standby", "worker-cpu"):  # the ring lies where all three can map it
@@ -211,5 +212,5 @@ def test_the_compose_file_serves_a_chat_as_processes(mesh: tuple[dict[str, Local
     request.data = json.dumps(shaped).encode()
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert re.fullmatch("[0-9]{4}-[a-f]{3}", json.load(reply)["choices"][0]["message"]["content"])
-    order = ("gateway", "worker-cpu", "grammar-standby", "grammar", "scheduler")
+    order = ("gateway", "worker-cpu", "grammar-standby", "grammar", "scheduler-standby", "scheduler")
     assert [running[name].stop() for name in order] == [0] * len(order)
