@@ -9,7 +9,6 @@ import aiohttp
 import openai
 import pytest
 
-from benchmarks._mesh import running_mesh
 from meshkit.cli import main
 from meshkit.testing import until
 
@@ -18,9 +17,8 @@ STORY = [{"role": "user", "content": "Tell me a story about a fox and a lamp."}]
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running_mesh("--deterministic") as base:
-        yield base
+def url(plain_mesh):
+    return plain_mesh
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +84,32 @@ def test_logprobs_cover_each_token(client):
     entries = answer.choices[0].logprobs.content
     assert "".join(e.token for e in entries) == answer.choices[0].message.content
     assert all(len(e.top_logprobs) == 3 and e.logprob == e.top_logprobs[0].logprob <= 0 for e in entries)
+
+
+def test_a_prompt_has_the_values_that_it_had_while_it_was_written(client):
+    options = {"model": MODEL, "temperature": 0, "logprobs": 1}
+    written = client.completions.create(
+        prompt="Once upon a time", max_tokens=12, extra_body={"return_token_ids": True}, **options
+    ).choices[0]
+    ids = [*written.prompt_token_ids, *written.token_ids]
+    read = client.completions.create(prompt=ids, max_tokens=0, echo=True, **options).choices[0]
+    assert read.text == "Once upon a time" + written.text and read.logprobs.token_logprobs[0] is None
+    values = read.logprobs.token_logprobs[-12:]
+    assert max(abs(a - b) for a, b in zip(values, written.logprobs.token_logprobs, strict=True)) < 1e-4
+    assert read.logprobs.top_logprobs[-12:] != [None] * 12
+
+
+def test_what_may_not_be_said_is_not(client):
+    options = {"model": MODEL, "prompt": "Once upon", "max_tokens": 24, "temperature": 0}
+    plain = client.completions.create(**options).choices[0].text
+    words = plain.split()[2:4]
+    other = client.completions.create(extra_body={"bad_words": [" ".join(words)]}, **options).choices[0].text
+    assert " ".join(words) in plain and " ".join(words) not in other
+    (stopped,) = client.completions.create(extra_body={"stop_regex": r"[aeiou]{2}\w"}, **options).choices
+    assert stopped.finish_reason == "stop" and plain.startswith(stopped.text) and len(stopped.text) < len(plain)
+    ids = client.completions.create(extra_body={"return_token_ids": True}, **options).choices[0].token_ids[:3]
+    narrow = {"allowed_token_ids": ids, "return_token_ids": True}
+    assert set(client.completions.create(extra_body=narrow, **options).choices[0].token_ids) <= set(ids)
 
 
 def test_stop_string_ends_before_itself(client):

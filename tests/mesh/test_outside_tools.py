@@ -37,6 +37,22 @@ filter_list:
 metric_list:
   - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 """
+CHOICE = """\
+task: endings
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {questions}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{begin}}}}"
+doc_to_choice: "{{{{ends}}}}"
+doc_to_target: right
+target_delimiter: " "
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+BEGUN = ["Once upon a", "One day his grandmother gave him a yellow", "In a little house by the"]
+ENDS = [["time", "seven"], ["lamp", "because"], ["meadow", "gave"]]
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1_500)]
 
 
@@ -75,6 +91,22 @@ def test_lm_eval_runs_a_task_of_sums(url, tmp_path):
     found = json.loads(results.read_text())
     assert found["n-samples"]["sums"]["effective"] == len(SUMS)
     assert found["results"]["sums"]["exact_match,last"] >= 0.75
+
+
+def test_lm_eval_compares_endings_by_their_likelihood(url, tmp_path):
+    """Through completions: prompts of ids, echoed with their log-probabilities."""
+    questions = tmp_path / "endings.jsonl"
+    rows = [{"begin": begin, "ends": ends, "right": 0} for begin, ends in zip(BEGUN, ENDS, strict=True)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "endings.yaml").write_text(CHOICE.format(questions=questions))
+    model = f"model=v4-nano,base_url={url}/v1/completions,num_concurrent=2,tokenizer={DEFAULT_MODEL}"
+    command = [installed(tmp_path / "env", LM_EVAL, "transformers") / "lm_eval", "run", "--model", "local-completions"]
+    command += ["--model_args", model, "--tasks", "endings", "--include_path", tmp_path]
+    run([*command, "--output_path", tmp_path / "out"], tmp_path, HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    found = json.loads(results.read_text())
+    assert found["n-samples"]["endings"]["effective"] == len(BEGUN)
+    assert found["results"]["endings"]["acc,none"] == 1.0
 
 
 def test_aiperf_measures_a_stream_and_reads_the_metrics(url, tmp_path):
