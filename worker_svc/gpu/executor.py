@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshkit.types import PAGE_TOKENS, ModelInfo
 from worker_svc.core.work import SAMPLING_FAULT, Fault, RowOutcome, RowWork, StepOutcome, StepWork
+from worker_svc.gpu.chunk_graphs import ChunkGraphs
 from worker_svc.gpu.constrained import EVERYTHING, ConstrainedSlots, Masked
 from worker_svc.gpu.graphs import Batch, DecodeGraphs, buckets
 from worker_svc.gpu.logits import LogitEdits, LogprobsAsked
@@ -73,6 +74,7 @@ class GpuExecutor:
         self.slots = DeviceSlots(pools.slots, pages + 1, self.device)
         self.edits = LogitEdits(rules, self.device)
         self.graphs = DecodeGraphs(model, pools, self.slots.tables, self._draw, on=graphs)
+        self.chunk_graphs = ChunkGraphs(model, pools, self.slots.tables, on=graphs)
         self.buckets = buckets(max_rows)
         self._constrained = ConstrainedSlots(self.device)
         self._last_rows: dict[int, list[int]] = {}
@@ -94,6 +96,7 @@ class GpuExecutor:
         with torch.inference_mode():
             for size in reversed(self.buckets):
                 self.graphs.bucket(size)
+            self.chunk_graphs.capture()
 
     @torch.inference_mode()
     def launch(self, work: StepWork) -> Flight:
@@ -192,16 +195,16 @@ class GpuExecutor:
             saves.setdefault(save.slot, []).append((save.pos, save.tail))
         ends = (np.cumsum([len(row.ids) for row in rows]) - 1).tolist()
         sampling_rows = [number for number, row in enumerate(rows) if row.sample_last]
-        step = chunk_step(
-            np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in rows]),
-            [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows],
-            [ends[number] for number in sampling_rows],
-            self.slots.tables,
-            self.pools,
-        )
-        logits, streams = self.model.forward(step)
-        for save_ in step.state_saves:
-            self.pools.streams[save_.tail] = streams[save_.last_token]
+        ids = np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in rows])
+        chunks = [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows]
+        sampled = [ends[number] for number in sampling_rows]
+        if self.chunk_graphs.on and self.chunk_graphs.fits(chunks):
+            logits, streams = self.chunk_graphs.forward(ids, chunks, sampled)
+        else:
+            step = chunk_step(ids, chunks, sampled, self.slots.tables, self.pools)
+            logits, streams = self.model.forward(step)
+            for save_ in step.state_saves:
+                self.pools.streams[save_.tail] = streams[save_.last_token]
         for row in rows:
             self.slots.moved(row.slot, row.start + len(row.ids), on_device=bool(row.sample_last))
 

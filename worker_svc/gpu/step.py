@@ -169,36 +169,41 @@ def chunk_step(
         *((starts + lengths - 1)[of_row], np.array(sampled), *_old_rows(rows, olds, bases, pools)),
     )
     token_ids, slots, at, first_token, own_rows, last_position, sampled_rows, old_ring, old_rows = columns
-    device_areas = {ratio: _on_device(area, pools.device) for ratio, area in areas.items()}
-    nothing = torch.zeros_like(at)
-    lists = ChunkLists.allocate(
-        tokens, max(row.end for row in rows), pools.device, top_k=pools.layout.config.index_topk
-    )
-    chunk_lists(
-        *(at, slots, last_position, tables.pages, tables.fresh_from, tables.write_from, own_rows),
-        *(device_areas[ratio].base if ratio in device_areas else nothing for ratio in (4, 128)),
-        ring=pools.ring,
-        out=lists,
-    )
     saves = [(row, number, pos, tail) for number, row in enumerate(rows) for pos, tail in row.saves]
-    return ChunkStep(
+    step = ChunkStep(
         ids=token_ids,
         slots=slots,
         positions=at,
         first_token=first_token,
         last_position=last_position,
         sampled=sampled_rows,
-        lists=lists,
+        lists=ChunkLists.allocate(
+            tokens, max(row.end for row in rows), pools.device, top_k=pools.layout.config.index_topk
+        ),
         own_rows=own_rows,
         old_ring_rows=old_ring,
         old_rows=old_rows,
-        areas=device_areas,
+        areas={ratio: _on_device(area, pools.device) for ratio, area in areas.items()},
         workspace_rows=size,
         window_saves=tuple(
             _window_save(row, int(bases[n] + olds[n]), pos, tail, int(olds[n]), pools) for row, n, pos, tail in saves
         ),
         state_saves=tuple(_state_save(row, int(offsets[n]), pos, tail, pools) for row, n, pos, tail in saves),
         tables=tables,
+    )
+    fill_chunk_lists(step, pools)
+    return step
+
+
+def fill_chunk_lists(step: ChunkStep, pools: GpuPools) -> None:
+    """The step's lists from its other tensors."""
+    tables = step.tables
+    chunk_lists(
+        *(step.positions, step.slots, step.last_position, tables.pages, tables.fresh_from, tables.write_from),
+        step.own_rows,
+        *(step.areas[ratio].base if ratio in step.areas else torch.zeros_like(step.slots) for ratio in (4, 128)),
+        ring=pools.ring,
+        out=step.lists,
     )
 
 
@@ -222,17 +227,20 @@ def _areas(rows: Sequence[ChunkRow], of_row: Ints, first: int, pools: GpuPools) 
     """Entries lie behind the window rows; layers of different ratios use the same place one after the other."""
     areas, size = {}, first
     for ratio in sorted(set(pools.layout.ratios) - {0}):
-        per_page = 256 // ratio
-        counts = np.array([row.end // ratio for row in rows])
+        pool_rows = [entry_rows(row, ratio) for row in rows]
+        counts = np.array([len(found) for found in pool_rows])
         before = np.concatenate([[0], np.cumsum(counts)])
-        pool_rows = [
-            np.asarray(row.pages, np.int64)[np.arange(count) // per_page] * per_page + np.arange(count) % per_page
-            for row, count in zip(rows, counts.tolist())
-        ]
         base = before[of_row]
         areas[ratio] = _HostArea(np.concatenate(pool_rows), first, first + base, base, int(counts.max()))
         size = max(size, first + int(before[-1]))
     return areas, size
+
+
+def entry_rows(row: ChunkRow, ratio: int) -> Ints:
+    """Pool rows of all entries that the row sees at its end."""
+    per_page, entry = 256 // ratio, np.arange(row.end // ratio)
+    found: Ints = np.asarray(row.pages, np.int64)[entry // per_page] * per_page + entry % per_page
+    return found
 
 
 def _old_rows(rows: Sequence[ChunkRow], olds: Ints, bases: Ints, pools: GpuPools) -> tuple[Ints, Ints]:

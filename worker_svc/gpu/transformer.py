@@ -111,7 +111,7 @@ class Transformer:
             attention = Attention(block.attn, config, turns[ratio != 0], ring, side)
             self.blocks.append(Block(block, attention, MoE(block.ffn, config, side)))
         self.rules = BoundaryRules(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
-        self.workspace = Workspace(max_tokens, config.hidden_size, device)
+        self.workspace, self.max_tokens = Workspace(max_tokens, config.hidden_size, device), max_tokens
 
     def forward(self, step: DecodeStep | ChunkStep) -> tuple[Tensor, Tensor]:
         """Logits FP32 [n, V] of the sampled tokens and the streams BF16 [T, 4, D] behind the last layer."""

@@ -32,7 +32,8 @@ WEIGHT_TOKENS = 32
 @dataclass(frozen=True, slots=True)
 class Split:
     """How pass 1 is cut: tokens and channels per tile, tiles per program, programs along the channels, warps, pipeline
-    stages; registers of a thread at most, 0 for as many as it takes. Measured on an H200: `gpu_ops --parts boundary_cuts`."""
+    stages; registers of a thread at most, 0 for as many as it takes. `benchmarks gpu_ops --parts boundary_cuts` tries
+    others."""
 
     tokens: int
     channels: int
