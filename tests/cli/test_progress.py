@@ -60,6 +60,20 @@ def test_the_cause_of_a_failed_start_is_kept_for_the_end(lines: tuple[str, ...],
     assert shown.cause == Problem(code, Exit.CONFIG, fact)
 
 
+def test_a_restart_says_how_long_the_former_process_took_to_leave(capsys: pytest.CaptureFixture[str]):
+    shown = plain()
+    shown.event(ServiceEvent("gateway", "leaving", 10.0, 12))
+    shown.event(ServiceEvent("gateway", "left", 12.5, 12, 0))
+    shown.event(ServiceEvent("worker", "leaving", 13.0, 13))
+    shown.event(ServiceEvent("worker", "left", 48.0, 13, -9))
+    assert capsys.readouterr().err.splitlines() == [
+        "gateway     is restarted: finishes what it does",
+        "gateway     left after 2.5 s",
+        "worker      is restarted: finishes what it does",
+        "worker      left after 35.0 s, killed by SIGKILL",
+    ]
+
+
 def test_a_clean_stop_is_silent_and_a_forced_one_is_not(capsys: pytest.CaptureFixture[str]):
     shown = plain()
     shown.event(ServiceEvent("gateway", "stopped", 1.0, 12, 0))

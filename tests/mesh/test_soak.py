@@ -1,0 +1,63 @@
+"""Mixed load with faults: afterwards the mesh owns nothing. Reduced `python -m benchmarks soak`; the hour by night.
+
+In processes of their own: the benchmarks fork, which one with gRPC must not.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(420)
+ROOT = Path(__file__).parents[2]
+EXACT = ("tokens_lost", "tokens_doubled", "ids_different", "logprobs_different", "texts_different")
+
+
+def measure(tmp_path, name, *flags):
+    file = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks", name, *flags, "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads(file.read_text())["metrics"], f"{done.stdout}\n{done.stderr}"
+
+
+def assert_exact(found, said):
+    assert {name: found[name] for name in EXACT} == dict.fromkeys(EXACT, 0), said
+    assert found["client_errors"] == 0 and found["requests"] > 0, said
+
+
+def test_after_a_short_soak_nothing_is_owned(tmp_path):
+    flags = ("--small", "--minutes", "0.4", "--every-s", "10", "--streams", "5", "--per-kind", "1", "--tokens", "16")
+    found, said = measure(tmp_path, "soak", *flags)
+    assert_exact(found, said)
+    assert found["still_owned"] == found["cannot_happen"] == found["tracebacks"] == 0, said
+    assert found["faults"] >= 1 and found["clients_that_vanished"] >= 3, said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_an_hour_of_mixed_load_with_a_fault_a_minute(tmp_path):
+    found, said = measure(tmp_path, "soak", "--minutes", "60")
+    assert_exact(found, said)
+    assert found["still_owned"] == found["cannot_happen"] == found["tracebacks"] == 0, said
+    assert found["rss_mib_most_more"] <= 2.0 and found["fds_more"] <= 2 and found["faults"] >= 30, said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_a_rolling_restart_under_32_streams(tmp_path):
+    found, said = measure(tmp_path, "rolling", "--drain-timeout", "120")
+    assert_exact(found, said)
+    assert found["processes"] == 6 and found["left_unclean"] == 0 and found["in_flight_at_start"] >= 30, said
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_twice_the_load_that_can_be_served(tmp_path):
+    found, said = measure(tmp_path, "overload")
+    assert found["goodput_of_peak"] >= 0.9 and found["overload_rps"] >= 1.8 * found["peak_goodput_rps"], said
+    assert found["refused"] > 0 and found["refused_without_retry_after"] == found["client_errors"] == 0, said
+    for name in ("gateway", "scheduler"):
+        assert found[f"rss_mib_peak_{name}"] <= found[f"rss_mib_before_{name}"] + 64, said
