@@ -20,6 +20,7 @@ Outputs = dict[str, Tensor]
 Case = Callable[[torch.device], Outputs]
 EXACT = ("rows", "list", "ids", "codes", "bytes")
 """Words in an output's name that make it bit-exact: integers and layouts."""
+NANO_SEED = 9999
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -224,8 +225,7 @@ def check_nano(device: torch.device, report: Any) -> None:
     from worker_svc.executor import CpuExecutor
     from worker_svc.gpu.weights import WeightLoader
 
-    text = "Once upon a time there was a kind child called Mia who lived near the hill. She had a red ball. " * 40
-    ids = Tokenizer.load(DEFAULT_MODEL).encode(text)[:700]
+    ids = _unseen(Tokenizer.load(DEFAULT_MODEL), 900)
     cpu = CpuModel(CpuExecutor.load(DEFAULT_MODEL, numerics=NUMERICS, slots=2, pages=8, tails=2, max_verify=1).model)
     checkpoint = load_checkpoint(DEFAULT_MODEL)
     config, host = checkpoint.config, torch.device("cpu")
@@ -233,6 +233,17 @@ def check_nano(device: torch.device, report: Any) -> None:
     for name, side in (("nano", cpu), ("nano_mirror", GpuForward(mirrored, config, host, graphs=False))):
         free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
         compare(side, {name: free, f"{name}_forced": forced}, ids, report)
+
+
+def _unseen(tokenizer: Any, tokens: int) -> list[int]:
+    """Documents of the kinds that v4-nano was trained on, from a seed that training did not use."""
+    from tools.nano.corpus import Corpus, Sources
+    from tools.nano.document import tokenize
+
+    corpus, ids = Corpus(Sources.load(None), NANO_SEED), list[int]()
+    while len(ids) < tokens:
+        ids += tokenize(corpus.draw(0.5), tokenizer).ids.tolist()
+    return ids[:tokens]
 
 
 def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: int = 600) -> None:

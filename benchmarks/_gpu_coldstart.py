@@ -19,7 +19,7 @@ import psutil
 
 from meshkit.config import environment
 
-SLOTS, STEP_TOKENS, LIMIT_S = 64, 8192, 420
+SLOTS, LIMIT_S = 64, 300
 
 
 def start(folder: Path, cache: str) -> dict[str, Any]:
@@ -56,19 +56,22 @@ def start(folder: Path, cache: str) -> dict[str, Any]:
     }
 
 
-def measure(config: Any, report: Any) -> None:
-    """A start with empty caches, precache over what that left, pack, unpack elsewhere, a start with those."""
+def measure(config: Any, report: Any, caches: Path | None = None) -> None:
+    """A start with empty caches, precache over what that left, pack, unpack elsewhere, a start with those.
+
+    The caches are kept as `first` and `second` in the folder `caches`, if given.
+    """
     with tempfile.TemporaryDirectory() as name:
-        home = Path(name)
+        home, kept = Path(name), caches or Path(name)
         folder = home / "flash8"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
-        _row(report, "empty", _child([str(folder), str(home / "first")]))
+        _row(report, "empty", _child([str(folder), str(kept / "first")]))
         mesh = [sys.executable, "-m", "meshkit.cli", "precache", str(folder), "--slots", str(SLOTS)]
         archive = home / "kernels.tar.gz"
         for what, line in (
-            ("precache", [*mesh, "--cache-dir", str(home / "first"), "--pack", str(archive)]),
-            ("unpack", [*mesh, "--cache-dir", str(home / "second"), "--unpack", str(archive)]),
+            ("precache", [*mesh, "--cache-dir", str(kept / "first"), "--pack", str(archive)]),
+            ("unpack", [*mesh, "--cache-dir", str(kept / "second"), "--unpack", str(archive)]),
         ):
             begin = time.perf_counter()
             done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=_environment(), timeout=LIMIT_S)
@@ -80,7 +83,7 @@ def measure(config: Any, report: Any) -> None:
                 megabytes=archive.stat().st_size / 1e6 if archive.exists() else 0.0,
                 said=" | ".join(done.stdout.split("\n"))[:160],
             )
-        _row(report, "packed", _child([str(folder), str(home / "second")]))
+        _row(report, "packed", _child([str(folder), str(kept / "second")]))
 
 
 def _row(report: Any, caches: str, found: dict[str, Any]) -> None:

@@ -235,9 +235,8 @@ def coldstart(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """Process start to ready, with empty kernel caches and with packed ones."""
     from benchmarks._gpu_coldstart import measure as starts
 
-    del options
     lab.forget()
-    starts(lab.config, report)
+    starts(lab.config, report, options.cold_caches)
 
 
 def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
@@ -290,7 +289,13 @@ def run(args: list[str]) -> dict[str, float | int | str]:
         "--by-kind", type=_numbers, default=[1, 64], help="batches at which layer kinds are timed apart"
     )
     parser.add_argument("--out", type=Path, help="file for tables and metrics")
+    parser.add_argument("--kernel-cache", default="", help="folder of compiled kernels to use, as a worker's option")
+    parser.add_argument("--cold-caches", type=Path, help="empty folder that coldstart leaves its caches in")
     options = parser.parse_args(args)
+    if options.kernel_cache:
+        from worker_svc.kernel_cache import open_cache, this_machine
+
+        open_cache(options.kernel_cache, this_machine())
     lab, report = Lab(), Report(out=options.out)
     report.metrics |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "peer": PEER}
     for name in options.sections.split(","):
