@@ -59,8 +59,8 @@ class Translated:
 
 
 def shared_fields(body: RequestFields) -> dict[str, Any]:
-    """Sampling, labels and priority as every dialect takes them; of choices there is one."""
-    left_out = ("n", "stream_options")
+    """Sampling, labels and priority as every dialect takes them; of choices there is one, of the prompt no values."""
+    left_out = ("n", "stream_options", "prompt_logprobs")
     return {name: getattr(body, name) for name in RequestFields.__struct_fields__ if name not in left_out}
 
 

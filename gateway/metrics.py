@@ -54,8 +54,13 @@ class GatewayMetrics(Collector):
         model_name: str,
         status: Callable[[], SchedulerStatus | None],
         instances: Callable[[], Sequence[SchedulerStatus | None]],
+        stored: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """`status` is that of the mesh, `instances` that of each scheduler: vLLM's engines, in their order."""
+        """`status` is that of the mesh, `instances` that of each scheduler: vLLM's engines, in their order.
+
+        `stored` tells how many responses are kept, and their bytes.
+        """
+        self._stored = stored
         self._model = model_name
         self._status = status
         self._instances = instances
@@ -203,6 +208,9 @@ class GatewayMetrics(Collector):
         for code, number in sorted(self.http_responses.items()):
             responses.add_metric([str(code)], number)
         yield responses
+        count, size = self._stored()
+        yield GaugeMetricFamily("v4mesh_stored_responses", "Responses kept with store: true", value=count)
+        yield GaugeMetricFamily("v4mesh_stored_response_bytes", "Bytes of the responses kept", value=size)
         yield GaugeMetricFamily("sglang:http_requests_active", "HTTP requests in progress", value=self.http_active)
         yield CounterMetricFamily("v4mesh_unknown_routes", "Requests for routes we lack", value=self.unknown_routes)
 

@@ -108,6 +108,11 @@ async def server_info(gateway: Gateway, exchange: Exchange) -> web.StreamRespons
     )
 
 
+async def version(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
+    """This build."""
+    return json_response(exchange, {"version": build_id()})
+
+
 async def model_info(gateway: Gateway, exchange: Exchange) -> web.StreamResponse:
     model = gateway.model
     return json_response(

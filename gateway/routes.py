@@ -30,6 +30,7 @@ from gateway.operations import (
     one_model,
     ready,
     server_info,
+    version,
 )
 from gateway.reading import parse_function_call, separate_reasoning
 from gateway.responses import cancel_response, count_input_tokens, input_items, one_response, responses
@@ -111,6 +112,7 @@ ROUTES = (
     Route(("/ping",), ("GET", "POST"), health, open=True),
     Route(("/health_generate",), ("GET",), health_generate, open=True),
     Route(("/ready",), ("GET",), ready, open=True),
+    Route(("/version",), ("GET",), version, open=True),
     Route(("/metrics",), ("GET",), metrics, open=True),
     Route(("/server_info", "/get_server_info"), ("GET",), server_info, operator=True),
     Route(("/model_info", "/get_model_info"), ("GET",), model_info),

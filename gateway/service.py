@@ -68,15 +68,18 @@ class Gateway:
         self._model = self._folder_model
         self._told: ModelInfo | None = None
         self.admission = Admission(self.limits)
+        self.stored = ResponseStore(
+            StoreLimits(config.stored_responses, config.stored_response_bytes, config.stored_response_seconds)
+        )
         self.metrics = GatewayMetrics(
-            self._model.name, lambda: mesh.status, lambda: [it.status for it in mesh.instances]
+            self._model.name,
+            lambda: mesh.status,
+            lambda: [it.status for it in mesh.instances],
+            lambda: (len(self.stored), self.stored.bytes),
         )
         self.encoder = PromptEncoder(config.encode_threads)
         self.guard = StallGuard(self.limits.stream_stall_seconds, self.limits.stream_backlog)
         self._decoder = BodyDecoder(self.limits)
-        self.stored = ResponseStore(
-            StoreLimits(config.stored_responses, config.stored_response_bytes, config.stored_response_seconds)
-        )
         self.siblings: Siblings | None = None  # other processes of the same port
         self._handles: dict[tuple[str, str], list[RequestId]] = {}  # (tenant, rid) of what is in flight
         self._open: dict[RequestId, str] = {}  # and its tenant

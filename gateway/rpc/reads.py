@@ -55,7 +55,8 @@ def wants_stream(message: pb.GenerateRequest | pb.ChatCompletionRequest) -> bool
 def _sampling(message: pb.Sampling, limits: Limits) -> dict[str, Any]:
     fields: dict[str, Any] = {name: _given(message, name) for name in (*_PLAIN, *_COUNTS)}
     fields["stop"] = list(message.stop) or None
-    fields["stop_token_ids"] = list(message.stop_token_ids) or None
+    for name in ("stop_token_ids", "stop_regex", "allowed_token_ids", "bad_words"):
+        fields[name] = list(getattr(message, name)) or None
     fields["include_stop_str_in_output"] = message.include_stop or None
     fields["ignore_eos"] = message.ignore_eos or None
     fields["logit_bias"] = {str(token): bias for token, bias in message.logit_bias.items()} or None

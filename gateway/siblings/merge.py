@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-OWN_GAUGES = frozenset({"sglang:http_requests_active"})
+OWN_GAUGES = frozenset({"sglang:http_requests_active", "v4mesh_stored_responses", "v4mesh_stored_response_bytes"})
 """Gauges of a process itself, which add up like counters."""
 
 

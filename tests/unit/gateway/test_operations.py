@@ -8,6 +8,7 @@ import pytest
 
 from gateway import operations
 from gateway.text.chat_encoding import ChatOptions, encode_chat, parse_messages, parse_tools
+from meshkit.build import build_id
 from meshkit.testing import until
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -212,6 +213,10 @@ async def test_keys(mesh, serve_with, tmp_path):
         assert [start.tenant for start in mesh.starts] == ["alice", "key-4"]
         assert (await served.get("/health"))[0] == (await served.get("/ready"))[0] == 200
         assert (await served.get("/v1/models"))[0] == (await served.get("/server_info"))[0] == 401
+
+
+async def test_the_build_is_told(served):
+    assert (await served.get("/version"))[1] == {"version": build_id()}
 
 
 async def test_server_info_and_model_info_hold_no_secret(mesh, serve_with, tmp_path):

@@ -96,6 +96,15 @@ async def test_chunks_add_up_to_the_answer(stub, mesh, tokenizer):
     assert end.usage.queue_seconds == 0.009
 
 
+async def test_restrictions_reach_the_mesh(stub, mesh, tokenizer):
+    sampling = pb.Sampling(allowed_token_ids=[9, 5], bad_words=["mouse"], stop_regex=["[.!]"])
+    mesh.say = lambda start, choice: mesh.text("So be it. Or not.")
+    *_, chunk, end = [answer async for answer in stub.Generate(raw(sampling=sampling, stream=False))]
+    params = mesh.starts[0].params
+    assert params.allowed_ids == (5, 9) and (tokenizer.encode("mouse")[0] in {word[0] for word in params.bad_words})
+    assert chunk.chunk.text == "So be it" and end.complete.matched_text == "[.!]"
+
+
 async def test_the_prompts_values_come_first(stub, tokenizer):
     ids = tokenizer.encode("Tell me a story")
     asked = pb.LogprobOptions(sampled=True, top_k=1, prompt_start=2)

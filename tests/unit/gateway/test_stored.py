@@ -104,6 +104,15 @@ async def test_a_conversation_goes_on_by_id(client, served, streamed):
     assert gone.value.param == "previous_response_id"
 
 
+async def test_how_much_is_kept_is_counted(served):
+    for store in (True, True, False):
+        await served.post(PATH, {**BODY, "store": store})
+    async with served.session.get(f"{served.url}/metrics") as response:
+        lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if "stored" in line)
+    assert float(lines["v4mesh_stored_responses"]) == 2.0
+    assert float(lines["v4mesh_stored_response_bytes"]) == served.gateway.stored.bytes > 1_000
+
+
 async def test_a_call_and_its_result_across_two_requests(served):
     says(served, calls(call("Rome")))
     _, first, _ = await served.post(PATH, {**BODY, "tools": [TOOL], "store": True})
