@@ -5,7 +5,6 @@ for all of them and live here.
 """
 
 import logging
-from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -13,10 +12,9 @@ from aiohttp import web
 from gateway.errors import ApiError
 from gateway.exchange import Exchange
 from gateway.generation import Generation, Update
-from gateway.journal.events import Emit
-from gateway.mesh import Answer
 from gateway.service import Gateway
 from gateway.sse import DONE, KEEP_ALIVE, EventStream, event
+from gateway.token_path import Around, open_path
 
 log = logging.getLogger("gateway.answer")
 
@@ -29,6 +27,10 @@ class Renderer(Protocol):
 
     def render(self, updates: list[Update]) -> bytes:
         """What is new."""
+
+    def around(self, index: int) -> Around:
+        """As in `token_path`."""
+        return {}
 
     def closing(self) -> bytes:
         """Sent once every choice has ended; the last of the stream."""
@@ -53,6 +55,9 @@ class WholeRenderer(Renderer, Protocol):
 class OpenAiEvents:
     """What renderers of OpenAI's older routes and of /generate share: comments between events, [DONE] at the end."""
 
+    def around(self, index: int) -> Around:
+        return {}
+
     def keep_alive(self) -> bytes:
         return KEEP_ALIVE
 
@@ -74,7 +79,7 @@ async def send_events(
                     await stream.write(data)
             elif data:
                 await stream.start(data)
-                generation.mailbox.direct = partial(_send_now, generation, renderer, stream)
+                open_path(generation, renderer, stream)
         if stream.started:
             await stream.write(renderer.closing())
         else:
@@ -96,15 +101,3 @@ async def send_events(
         stream.close()
     await stream.end()
     return stream.response
-
-
-def _send_now(generation: Generation, renderer: Renderer, stream: EventStream, answer: Answer) -> bool:
-    """The short way of a token, from the mesh to the socket in one go. Ends and slow clients take the long one."""
-    if not isinstance(answer, Emit) or not stream.keeps_up:
-        return False
-    update = generation.take_in(answer)
-    if update is not None and (data := renderer.render([update])):
-        stream.write_now(data)
-    if generation.done:  # a stop string ended the last choice
-        generation.mailbox.wake()
-    return True

@@ -6,8 +6,10 @@ says.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from gateway.answer import OpenAiEvents
 from gateway.generation import Choice, Generation, Update
@@ -16,6 +18,7 @@ from gateway.sse import DONE, event, json_text
 from gateway.text.deltas import CallPiece, Delta, Kind
 from gateway.text.prompt import END_THINK, THINK
 from gateway.text.tokenizer import Tokenizer
+from gateway.token_path import Around
 from meshkit.types import TokenLogprobs
 
 ReasoningMode = Literal["separate", "inline", "dropped"]
@@ -70,6 +73,11 @@ class ChatAnswer(OpenAiEvents):
         self._cut = {c.index: {part: self._around(c.index, part) for part in _FIELDS} for c in choices}
 
     # ---- streamed ---------------------------------------------------------------------------------------------------
+
+    def around(self, index: int) -> Around:
+        if not self._plain:
+            return {}
+        return {part: cut for part, cut in self._cut[index].items() if self._views[index].leaves(part)}
 
     def opening(self) -> bytes:
         if self._thinking:
@@ -220,6 +228,10 @@ class _ReasoningView:
         self._mode = mode
         self._thinking = thinking
         self._open = False
+
+    def leaves(self, kind: Kind) -> bool:
+        """Whether deltas of this part are always shown as they are."""
+        return self._mode == "separate" or not self._thinking
 
     def show(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
         if self._mode == "separate" or not self._thinking:

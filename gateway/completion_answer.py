@@ -14,6 +14,7 @@ from gateway.prompt_answer import completion_lists, vllm_list
 from gateway.sse import DONE, event, json_text
 from gateway.text.output_parser import Delta
 from gateway.text.tokenizer import Tokenizer
+from gateway.token_path import Around
 
 
 class CompletionAnswer(OpenAiEvents):
@@ -66,6 +67,9 @@ class CompletionAnswer(OpenAiEvents):
         self._cut = {choice.index: self._around(choice.index) for choice in self._choices}
 
     # ---- streamed ---------------------------------------------------------------------------------------------------
+
+    def around(self, index: int) -> Around:
+        return {"content": self._cut[index]} if self._plain else {}
 
     def opening(self) -> bytes:
         return b"".join(self._chunk(index, echo) for index, echo in self._echo.items() if index not in self._late_echo)

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from gateway.constraints import Constraint
@@ -58,7 +59,6 @@ class Times:
 
     def token(self, now_s: float, waited_ms: int) -> None:
         """One has come; `waited_ms` as in Emit."""
-        self.last_s = now_s
         if not self.first_s:
             self.first_s = now_s
             self.queued_s = waited_ms / 1000
@@ -116,8 +116,7 @@ class Job:
         return None if self.constraint is None else self.constraint.source(thinking=self.thinking)
 
 
-@dataclass(slots=True)
-class Update:
+class Update(msgspec.Struct):
     """What is new of a choice. `ids` are its new output ids, `logprobs` one each when asked for."""
 
     job: Job
@@ -170,6 +169,8 @@ class Generation:
         self._by_id = {job.request_id: job for job in jobs}
         self._open = sum(len(job.choices) for job in jobs)  # choices that have not ended
         self.mailbox = Mailbox(KEEP_ALIVE_SECONDS)
+        self.observe_gap = metrics.inter_token.observe
+        """Hears of the time between two tokens of a choice."""
         self.first_token_s: float | None = None
         self.answer_id = ""  # as the client reads it
         self._started = False
@@ -324,13 +325,6 @@ class Generation:
             return self._emitted(job, choice, answer)
         return self._ended(job, choice, answer)
 
-    def plain_token(self, job: Job, choice: Choice, token: int) -> None:
-        """Book one id, not the first of its job, that ends nothing and whose text has been released."""
-        now = time.monotonic()
-        job.times.last_s = now
-        self._time_tokens(choice, 1, now, text=True)
-        choice.ids.append(token)
-
     def _scored(self, job: Job, scores: PromptScores, emit: Emit) -> Emit:
         """What of it is output, and not the prompt's own tokens."""
         if job.waiting:
@@ -354,7 +348,6 @@ class Generation:
             ids = ids[: keep - len(choice.ids)]
             logprobs = logprobs[: len(ids)]
             choice.matched = parser.matched_stop
-            self._finish(job, choice, "stop")
             # Later, for the mesh may be in the middle of handing answers over.
             number = job.choices.index(choice)
             keep += 0 if job.scores is None else job.scores.given
@@ -364,6 +357,8 @@ class Generation:
         self._time_tokens(choice, len(ids), now, text=bool(deltas))
         choice.ids += ids
         choice.logprobs += logprobs
+        if parser.matched_stop is not None:
+            self._finish(job, choice, "stop")
         return Update(job, choice, deltas, ids, logprobs, ended=choice.finish is not None)
 
     def _ended(self, job: Job, choice: Choice, answer: Ended) -> Update:
@@ -397,7 +392,7 @@ class Generation:
             self.first_token_s = now - self._received_s
             self._metrics.first_token.observe(self.first_token_s)
         if choice.last_emit_s and count:
-            self._metrics.inter_token.observe((now - choice.last_emit_s) / count, count)
+            self.observe_gap((now - choice.last_emit_s) / count, count)
         choice.last_emit_s = now
 
     def _leave_queue(self, job: Job) -> None:
@@ -413,6 +408,7 @@ class Generation:
             self._leave_queue(job)
         self._admission.close(self._tenant)
         times = job.times
+        times.last_s = max(times.first_s, *[choice.last_emit_s for choice in job.choices])
         if times.told:
             self._metrics.queue.observe(times.queued_s)
             self._metrics.prefill.observe(times.prefill_s)

@@ -64,6 +64,19 @@ class Mesh(Protocol):
 class Mailbox:
     """Answers of all generations of one HTTP request, in arrival order; one reader. Made inside the event loop."""
 
+    __slots__ = (
+        "_answers",
+        "_failure",
+        "_idle",
+        "_idle_s",
+        "_last_s",
+        "_loop",
+        "_served",
+        "_timer",
+        "_waiter",
+        "direct",
+    )
+
     def __init__(self, idle_s: float) -> None:
         """`idle_s`: how long `take` waits for an answer before it says that none came."""
         self.direct: Callable[[Answer], bool] | None = None
@@ -72,7 +85,8 @@ class Mailbox:
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
-        self._last_s = 0.0  # when the reader began to wait, or an answer was handled directly
+        self._last_s = 0.0  # when the reader began to wait, or was known to have been spared an answer
+        self._served = False  # an answer was handled directly since the last look
         self._idle_s = idle_s
         self._idle = False
         self._timer: asyncio.TimerHandle | None = None
@@ -85,7 +99,7 @@ class Mailbox:
         if self.direct is not None and self._waiter is not None:
             try:
                 if self.direct(answer):
-                    self._last_s = self._loop.time()
+                    self._served = True
                     return
             except Exception as error:  # noqa: BLE001 - the mesh must not fail for one request; the reader does
                 self._failure = error
@@ -107,7 +121,7 @@ class Mailbox:
             self._idle = False
             self._last_s = self._loop.time()
             if self._timer is None:
-                self._timer = self._loop.call_later(self._idle_s, self._look)
+                self._timer = self._loop.call_later(self._idle_s / 3, self._look)
             try:
                 await waiter
             finally:
@@ -126,10 +140,13 @@ class Mailbox:
             self._timer.cancel()
 
     def _look(self) -> None:
-        """One timer for many waits: a wait that is shorter than the period costs nothing."""
-        left = self._last_s + self._idle_s - self._loop.time()
+        """One timer for many waits, and no clock read per answer: idle means up to a third longer than `idle_s`."""
+        now = self._loop.time()
+        if self._served:
+            self._served, self._last_s = False, now
+        left = self._last_s + self._idle_s - now
         if self._waiter is None or left > 0:
-            self._timer = self._loop.call_later(max(left, self._idle_s / 4), self._look)
+            self._timer = self._loop.call_later(min(max(left, self._idle_s / 4), self._idle_s / 3), self._look)
             return
         self._timer = None
         self._idle = True

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -38,14 +37,6 @@ _JUDGED = {Verdict.ACCEPTED, Verdict.BAD_GRAMMAR}
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Listener:
-    """Who hears of a request, and which of its choices have not ended."""
-
-    sink: Sink
-    open: set[int]
-
-
 class MeshClient:
     """A `Mesh` that reaches a real scheduler. Made inside an event loop; `run` must be running."""
 
@@ -64,7 +55,8 @@ class MeshClient:
         self._scheduler = scheduler
         self._clock = MonotonicClock()
         self._shell = Shell(journal, self._carry_out, metrics, self._clock)
-        self._listeners: dict[RequestId, _Listener] = {}
+        self._sinks: dict[RequestId, Sink] = {}  # who hears of a request
+        self._open: dict[RequestId, set[int]] = {}  # and which of its choices have not ended
         self._tasks: set[asyncio.Task[None]] = set()
         self._leaving = False
         self._stub: Any = None  # Any: the generated stub is typed for the blocking API
@@ -87,7 +79,8 @@ class MeshClient:
 
     def start(self, start: Start, sink: Sink) -> None:
         ended = {index for index, ids in enumerate(start.emitted) if ids is None}
-        self._listeners[start.request_id] = _Listener(sink, set(range(start.n)) - ended)
+        self._sinks[start.request_id] = sink
+        self._open[start.request_id] = set(range(start.n)) - ended
         self._shell.post(start)
 
     def take_back(self, request_id: RequestId) -> Start | None:
@@ -103,7 +96,7 @@ class MeshClient:
         return self._journal.accepted(request_id)
 
     def client_gone(self, request_id: RequestId) -> None:
-        self._listeners.pop(request_id, None)
+        self._forget(request_id)
         self._shell.post(ClientGone(request_id))
 
     def stop_choice(self, request_id: RequestId, choice: int, keep: int) -> None:
@@ -170,12 +163,14 @@ class MeshClient:
     def _carry_out(self, effect: Any) -> None:
         match effect:
             case Emit(request_id=request_id):
-                self._listeners[request_id].sink(effect)
+                self._sinks[request_id](effect)
             case Ended(request_id=request_id, choice=choice):
-                self._listeners[request_id].sink(effect)
+                self._sinks[request_id](effect)
                 self._closed(request_id, choice)
             case Refused(request_id=request_id):
-                self._listeners.pop(request_id).sink(effect)
+                sink = self._sinks[request_id]
+                self._forget(request_id)
+                sink(effect)
             case Call():
                 self._spawn(self._submit(effect))
             case Dial(conn=conn):
@@ -187,11 +182,15 @@ class MeshClient:
 
     def _closed(self, request_id: RequestId, choice: int) -> None:
         """A choice has ended; with the last one nothing more comes."""
-        listener = self._listeners.get(request_id)
-        if listener is not None:
-            listener.open.discard(choice)
-            if not listener.open:
-                del self._listeners[request_id]
+        left = self._open.get(request_id)
+        if left is not None:
+            left.discard(choice)
+            if not left:
+                self._forget(request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._sinks.pop(request_id, None)
+        self._open.pop(request_id, None)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -13,6 +13,7 @@ from gateway.errors import ApiError
 from gateway.generation import Generation, Update
 from gateway.sse import json_text, named_event
 from gateway.text.deltas import Kind
+from gateway.token_path import Around
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS: dict[Kind, tuple[str, str]] = {
@@ -47,6 +48,9 @@ class MessagesAnswer:
             "usage": self._usage(0),
         }
         return named_event("message_start", {"type": "message_start", "message": message})
+
+    def around(self, index: int) -> Around:
+        return {}
 
     def render(self, updates: list[Update]) -> bytes:
         events: list[bytes] = []

@@ -15,6 +15,7 @@ from gateway.generation import Generation, Update
 from gateway.sse import KEEP_ALIVE, json_text, named_event
 from gateway.text.deltas import Kind
 from gateway.text.tokenizer import Tokenizer
+from gateway.token_path import Around
 from meshkit.types import TokenLogprobs
 
 _ITEMS: Mapping[Kind, tuple[str, str]] = {
@@ -64,6 +65,9 @@ class ResponsesAnswer:
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def around(self, index: int) -> Around:
+        return {}
 
     def render(self, updates: list[Update]) -> bytes:
         events: list[bytes] = []

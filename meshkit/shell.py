@@ -25,6 +25,7 @@ Peer = Literal["gateway", "worker", "scheduler"]
 Context = grpc.aio.ServicerContext[Any, Any]
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
+_OWN: Final = frozenset({Send, Close, WakeAt, Count})  # effects that are carried out here
 MAX_WAIT_NS: Final = 3600 * 10**9  # a timer further away than that is set again when it fires
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,10 @@ class Shell:
             return
         try:
             for effect in self.core.handle(event, self._clock.now_ns()):
-                self._carry_out(effect)
+                if type(effect) in _OWN:
+                    self._carry_out(effect)
+                else:
+                    self._extra(effect)  # at once: a gateway has one for every token
         except Exception as error:
             log.exception("the core failed on %s", type(event).__name__)
             self._failed.set_exception(error)
@@ -90,8 +94,6 @@ class Shell:
                 self._counted.add(amount, event=name, fault=str(int(fault)))
                 if fault:
                     log.error("this cannot happen: %s", name)
-            case _:
-                self._extra(effect)
 
     def _wake_at(self, at_ns: int) -> None:
         if self._timer is not None:

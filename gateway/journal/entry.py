@@ -28,8 +28,10 @@ class Phase(Enum):
 class Choice:
     """One choice. `ids` is the journal proper: what has been handed to the client, 4 bytes per id."""
 
+    request_id: RequestId
     index: int
     reserved: int  # ids already counted in the journal's bytes
+    plain: bool  # no log-probabilities are asked for
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     sent_logprobs: int = 0
     cached_tokens: int = -1  # as the first frame said; -1 before
@@ -84,7 +86,8 @@ def new_entry(start: Start, reserve_tokens: int, now_ns: int) -> Entry:
     reserved = min(start.params.max_tokens, reserve_tokens)
     source = 0 if start.grammar is None else 4 * len(start.grammar.text)  # at most so many bytes
     cost = source + 4 * len(start.prompt) + 16 * len(start.page_keys) + start.n * (4 * reserved + FIXED_BYTES)
-    choices = [Choice(index, reserved) for index in range(start.n)]
+    plain = start.params.top_logprobs < 0
+    choices = [Choice(start.request_id, index, reserved, plain) for index in range(start.n)]
     for choice, ids in zip(choices, start.emitted, strict=False):  # none of a request that begins here
         choice.open = ids is not None
         choice.ids.extend(ids or ())

@@ -6,6 +6,8 @@ choice ended (`StopChoice`) or that nobody listens any more (`ClientGone`).
 
 from dataclasses import dataclass
 
+import msgspec
+
 from meshkit.frames import I32, Verdict
 from meshkit.types import FinishReason, GrammarSource, RequestId, SamplingParams, TokenLogprobs
 
@@ -60,9 +62,11 @@ class AbortRequest:
 # ---- effects out of the journal -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
-    """New ids of a choice, in order, gapless, once. `base` is the output position of the first."""
+class Emit(msgspec.Struct, frozen=True, gc=False):
+    """New ids of a choice, in order, gapless, once. `base` is the output position of the first.
+
+    The one effect of every token: a Struct is made in a tenth of a frozen dataclass's time.
+    """
 
     request_id: RequestId
     choice: int

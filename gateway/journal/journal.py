@@ -305,29 +305,37 @@ class Journal:
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
     def _tokens(self, frame: TokenFrame, now_ns: int, out: list[Any]) -> None:
+        """Most rows bring the one id that comes next: those take the short branch, all others `_book`."""
         ids = frame.ids.tolist()
         logprobs = _by_row(frame.logprobs)
         errors = {error.row_index: error for error in frame.errors}
         cached = frame.cached.tolist() or [0] * len(frame.rows)
         waited = dict(zip(frame.waited_rows.tolist(), frame.waited_ms.tolist()))
-        columns = zip(frame.rows.tolist(), frame.row_gens.tolist(), frame.bases.tolist(), frame.counts.tolist())
+        columns = (frame.rows, frame.row_gens, frame.bases, frame.counts, frame.finishes)
+        find = self._rows.find
         at = 0
-        for index, (row, row_gen, base, count) in enumerate(columns):
-            new = ids[at : at + count]
-            at += count
-            found = self._rows.find(row, row_gen)
+        for index, (row, row_gen, base, count, finish) in enumerate(zip(*[column.tolist() for column in columns])):
+            start, at = at, at + count
+            found = find(row, row_gen)
             if found is None:
                 out.append(Count("stale_row"))
                 continue
             entry, choice = found
             if choice.cached_tokens < 0:
                 choice.cached_tokens = cached[index]
-            if not self._book(entry, choice, base, new, logprobs.get(index, []), waited.get(index, -1), now_ns, out):
+            if count == 1 and choice.plain and base == len(choice.ids) < choice.reserved:
+                token = ids[start]
+                choice.ids.append(token)
+                waited_ms = waited.get(index, -1) if waited else -1
+                out.append(Emit(choice.request_id, choice.index, base, (token,), (), choice.cached_tokens, waited_ms))
+            elif not self._book(
+                entry, choice, base, ids[start:at], logprobs.get(index, []), waited.get(index, -1), now_ns, out
+            ):
                 continue
-            if frame.finishes[index]:
+            if finish:
                 error = errors.get(index)
                 code, message = (error.code, error.message) if error is not None else ("", "")
-                self._finish(entry, choice, int(frame.finishes[index]), code, message, out)
+                self._finish(entry, choice, finish, code, message, out)
 
     def _book(
         self,

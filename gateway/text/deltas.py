@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 Kind = Literal["reasoning", "content", "tool_call"]
 
 
@@ -19,8 +21,7 @@ class CallPiece:
     closes: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """A piece of output text, not empty unless it opens or closes a tool call; of a call, a piece of its arguments.
 
     `tokens` are the positions (0 is the first output id) of the tokens whose text begins in this piece, `logprobs` the

@@ -65,6 +65,37 @@ class OutputParser:
     With `spelled_calls` a grammar shapes the calls, so markup spelled with ordinary tokens is markup.
     """
 
+    __slots__ = (
+        "_calls",
+        "_clear",
+        "_detokenizer",
+        "_dsml",
+        "_end_think",
+        "_exact",
+        "_fed",
+        "_hidden",
+        "_include_stop",
+        "_length",
+        "_marks",
+        "_min_tokens",
+        "_newlines",
+        "_out",
+        "_released",
+        "_scanner",
+        "_searched",
+        "_stop_ids",
+        "_think",
+        "_tools",
+        "_trimming",
+        "_waiting",
+        "_whole",
+        "complete_calls",
+        "kept_ids",
+        "kind",
+        "matched_stop",
+        "reasoning_tokens",
+    )
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -82,7 +113,8 @@ class OutputParser:
         exact: bool = False,
         spelled_calls: bool = False,
     ) -> None:
-        self._kind: Kind = "content" if raw else starts_in
+        self.kind: Kind = "content" if raw else starts_in
+        """The part the next token belongs to."""
         self._think = None if raw else tokenizer.id_of(markers.THINK)
         self._end_think = None if raw else tokenizer.id_of(markers.END_THINK)
         self._hidden = _hidden_ids(tokenizer, raw, skip_special_tokens)
@@ -93,7 +125,7 @@ class OutputParser:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._whole = tokenizer.whole_texts
-        self._marks = self._hidden | self._stop_ids | {self._think, self._end_think}
+        self._marks = self._hidden | self._stop_ids | frozenset(stop_ids) | {self._think, self._end_think}
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._exact = exact
         self._trimming = fresh_turn and not raw and not (exact and starts_in == "content")
@@ -106,6 +138,7 @@ class OutputParser:
         with_tools = tools and not raw and self._dsml is not None
         self._tools = ToolCallParser(tools, parallel=parallel_calls, spelled=spelled_calls) if with_tools else None
         self._fed: deque[_Fed] = deque()
+        self._clear = not self._trimming  # nothing is held back: as `_holds_nothing` says
         self._calls: list[tuple[str, str]] = []  # id and name
         self.complete_calls = 0
         """Tool calls that the model has closed."""
@@ -114,51 +147,54 @@ class OutputParser:
         self.reasoning_tokens = 0
         """Ids of the reasoning part, markers and end of sequence not counted."""
         self.matched_stop: str | None = None
-        """The stop string that ended the output; ids after it are ignored."""
-
-    @property
-    def kind(self) -> Kind:
-        """The part the next token belongs to."""
-        return self._kind
+        """The stop string or expression that ended the output; ids after it are ignored."""
 
     def push(self, ids: Sequence[int], entries: Sequence[Any] | None = None) -> list[Delta]:
         """Text released by these ids. `entries`, one an id, come back on the delta that has the token's text."""
-        if len(ids) == 1 and (delta := self._plain(ids[0], None if entries is None else entries[0])) is not None:
-            return [delta]
+        if len(ids) == 1 and (text := self.whole_text(ids[0])) is not None:
+            return [Delta(self.kind, text, (self.kept_ids - 1,), (None if entries is None else entries[0],))]
         for index, token_id in enumerate(ids):
             if self.matched_stop is not None:
                 break
             position = self.kept_ids
             self.kept_ids += 1
             self._take(token_id, position, None if entries is None else entries[index])
+        self._clear = self._holds_nothing()
         return self._deltas()
 
-    def _plain(self, token_id: int, entry: Any) -> Delta | None:
-        """The short way of most tokens: whole text while nothing is held back. None if it must go the long way."""
+    def whole_text(self, token_id: int) -> str | None:
+        """The short way of most tokens: the text of an id that is released at once and alone; it counts as pushed.
+
+        None, with nothing done, if the id must go the long way: what is held back by it or before it, markers, ends.
+        """
         text = self._whole.get(token_id)
-        if not text or token_id in self._marks or self._waiting or self._trimming or self._detokenizer.pending:
+        if not text or not self._clear or token_id in self._marks:
             return None
-        if self.matched_stop is not None:
+        if self.kind == "reasoning":
+            if text[-1] == "\n":
+                return None
+        elif self._searched and not self._scanner.passes(text):
             return None
-        reasoning = self._kind == "reasoning"
-        if (self._newlines or text[-1] == "\n") if reasoning else not self._scanner.passes(text):
+        if self._tools is not None and (token_id == self._dsml or not self._tools.passes(text)):
             return None
-        if self._tools is not None and (self._fed or token_id == self._dsml or not self._tools.passes(text)):
-            return None
-        self.reasoning_tokens += reasoning
-        self._length += len(text)
-        self._released = self._length
+        if self.kind == "reasoning":
+            self.reasoning_tokens += 1
         self.kept_ids += 1
-        return Delta(self._kind, text, (self.kept_ids - 1,), (entry,))
+        return text
+
+    def _holds_nothing(self) -> bool:
+        """Whether everything pushed is released, and nothing but the next token's own text decides about it."""
+        held = self._waiting or self._fed or self._newlines or self._trimming or self._detokenizer.pending
+        return not held and self._length == self._released and self.matched_stop is None
 
     def finish(self) -> list[Delta]:
         """End of the output: what was held back comes out, an unfinished character is dropped."""
         if self.matched_stop is None:
             self._flush_tools()
-            if self._kind == "reasoning":
+            if self.kind == "reasoning":
                 self._emit("\n" * self._newlines)
                 self._newlines = 0
-            elif self._kind == "content":
+            elif self.kind == "content":
                 self._emit(self._scanner.finish())
         self._waiting.clear()
         return self._deltas()
@@ -168,12 +204,12 @@ class OutputParser:
             self._take_with_tools(self._tools, token_id, position, entry)
             return
         if token_id == self._end_think:
-            if self._kind == "reasoning":
+            if self.kind == "reasoning":
                 self._end_reasoning()
             return
         if token_id in self._stop_ids:
             return
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             self.reasoning_tokens += 1
         if token_id == self._think or token_id in self._hidden:
             return
@@ -186,7 +222,7 @@ class OutputParser:
             text = rest
         self._waiting.append(_Waiting(self._length, position, entry))
         self._length += len(text)
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             self._reasoning_text(text)
         else:
             self._content_text(text)
@@ -204,7 +240,7 @@ class OutputParser:
         self._trimming = not self._exact
 
     def _start_part(self, kind: Kind) -> None:
-        self._kind = kind
+        self.kind = kind
         self._newlines = 0
         self._waiting.clear()
         self._length = self._released = 0
@@ -227,8 +263,8 @@ class OutputParser:
     def _emit(self, text: str) -> None:
         if not text:
             return
-        if not self._out or self._out[-1][0] != self._kind:
-            self._out.append((self._kind, [], [], None))
+        if not self._out or self._out[-1][0] != self.kind:
+            self._out.append((self.kind, [], [], None))
         _, texts, tokens, _ = self._out[-1]
         texts.append(text)
         self._released += len(text)
@@ -242,15 +278,15 @@ class OutputParser:
 
         In a block only special tokens are no text: a value may well speak of `</think>`.
         """
-        in_calls = self._kind == "tool_call"
+        in_calls = self.kind == "tool_call"
         if token_id == self._end_think and not in_calls:
-            if self._kind == "reasoning":
+            if self.kind == "reasoning":
                 self._end_reasoning()
             return
         if token_id in self._stop_ids:
             self._flush_tools()
             return
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             self.reasoning_tokens += 1
         if (token_id == self._think and not in_calls) or token_id in self._hidden:
             return
@@ -294,11 +330,11 @@ class OutputParser:
                 self._waiting.append(_Waiting(self._length + max(0, start - at), position, entry))
         if text:
             self._length += len(text)
-            (self._reasoning_text if self._kind == "reasoning" else self._content_text)(text)
+            (self._reasoning_text if self.kind == "reasoning" else self._content_text)(text)
 
     def _begin_block(self, at: int) -> None:
         """The part ends; tokens of the markup, which begins at `at`, are not its own."""
-        if self._kind == "reasoning":
+        if self.kind == "reasoning":
             self.reasoning_tokens -= sum(token.start >= at for token in self._fed)
         else:
             self._emit(self._scanner.finish())

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway import generation
-from gateway.sse import KEEP_ALIVE
+from gateway.sse import KEEP_ALIVE, json_text
 from meshkit.testing import until
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -144,7 +144,8 @@ async def test_both_http_versions_stream(served, version):
     assert raw.count("data: {") == 6 and "data: [DONE]" in raw
 
 
-async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch):
+@pytest.mark.parametrize("way", ["short", "long"])
+async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch, way):
     script = served.mesh.text("one two three four five")
     served.mesh.say = lambda start, choice: script
 
@@ -153,11 +154,20 @@ async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch):
             raise RuntimeError("secret detail")
         return good(self, updates)
 
+    def broken_text(text):
+        if text == " three":
+            raise RuntimeError("secret detail")
+        return json_text(text)
+
     from gateway.chat_answer import ChatAnswer
 
     good = ChatAnswer.render
-    monkeypatch.setattr(ChatAnswer, "render", broken)
-    events = await served.events(CHAT, {"messages": USER, "stream": True})
+    if way == "long":
+        monkeypatch.setattr(ChatAnswer, "render", broken)
+    else:
+        monkeypatch.setattr("gateway.token_path.json_text", broken_text)
+    asked = {"messages": USER, "stream": True, "logprobs": way == "long"}
+    events = await served.events(CHAT, asked)
     assert json.loads(events[-2])["error"] == {
         "message": "internal error",
         "type": "server_error",
@@ -165,5 +175,5 @@ async def test_a_bug_in_one_stream_ends_that_stream_alone(served, monkeypatch):
         "code": 500,
     }
     assert events[-1] == "[DONE]" and len(served.mesh.gone) == 1
-    monkeypatch.setattr(ChatAnswer, "render", good)
-    assert (await served.events(CHAT, {"messages": USER, "stream": True}))[-1] == "[DONE]"
+    monkeypatch.undo()
+    assert (await served.events(CHAT, asked))[-1] == "[DONE]"
