@@ -78,7 +78,10 @@ def expert_tokens(most: int, buckets: Iterable[int]) -> list[int]:
 
 
 def run_products(shape: Shape, sizes: Iterable[int]) -> None:
-    """One product at all these row counts, over zeros: what matters is which kernel it takes."""
+    """One product at all these row counts, over zeros: what matters is which kernel it takes.
+
+    The largest first: the smaller then fit into the memory that it leaves cached.
+    """
     device = torch.device("cuda")
     groups, n, k = shape
     outer = (groups,) if groups else ()
@@ -86,12 +89,13 @@ def run_products(shape: Shape, sizes: Iterable[int]) -> None:
         torch.zeros(*outer, n, k, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
         torch.ones(*outer, -(-n // 128), -(-k // 128), device=device),
     )
-    for rows in sizes:
+    for rows in sorted(sizes, reverse=True):
         x = empty_groups(rows, groups, k, device) if groups else Fp8Rows.empty(rows, k, device)
         x.codes.view(torch.uint8).zero_()
         x.scale.fill_(1.0)
         (fp8_grouped if groups else fp8_gemm)(x, weight)
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
 
 
 def compile_products(shapes: Sequence[Shape], sizes: Sequence[int]) -> None:
