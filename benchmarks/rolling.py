@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks._kill_load import Load, Run, catalogue
 from benchmarks._kill_parts import Part, Verdict, judge, pause, quantile
 from meshkit.cli.preflight import free_port
+from meshkit.standing import stands_by
 
 TITLE = "clients under a rolling restart of every process by `v4mesh restart`"
 
@@ -34,6 +35,7 @@ SECTIONS: Final = """
 [worker]
 slots = {slots}
 threads = 1
+pages = 640
 max_step_tokens = 256
 """
 
@@ -42,7 +44,7 @@ Metrics = dict[str, float | int | str]
 
 async def start(folder: Path, options: argparse.Namespace, port: int) -> asyncio.subprocess.Process:
     """A mesh whose log lies in the folder, once it is ready."""
-    (folder / "mesh.toml").write_text(SECTIONS.format(slots=options.streams * 2))
+    (folder / "mesh.toml").write_text(SECTIONS.format(slots=options.streams + options.streams // 2))
     flags = ["--port", str(port), "--run-dir", str(folder), "--standby", "--deterministic"]
     flags += ["--gateway-processes", str(options.gateways)]
     with (folder / "mesh.log").open("w") as log:
@@ -58,11 +60,11 @@ async def start(folder: Path, options: argparse.Namespace, port: int) -> asyncio
 
 
 async def warm(folder: Path) -> None:
-    """Until the grammar service's standby could take over: `restart` waits for it, but the first one needs it too."""
+    """Until standbys could take over, so that the first restart does not meet a mesh that is still starting."""
     end = time.monotonic() + READY_S
-    while not re.search(r"^grammar-standby .* warm$", text := (folder / "mesh.log").read_text(), re.MULTILINE):
+    while not all(stands_by(folder / f"{name}.sock") for name in ("scheduler", "grammar")):
         if time.monotonic() > end:
-            raise RuntimeError(f"no standby got warm:\n{text[-4000:]}")
+            raise RuntimeError(f"no standby got warm:\n{(folder / 'mesh.log').read_text()[-4000:]}")
         await asyncio.sleep(0.5)
 
 
