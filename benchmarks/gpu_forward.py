@@ -1,7 +1,7 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, transformers, coldstart
-(kernels alone: `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all after every
+Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, w4a16, transformers,
+coldstart (kernels alone: `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all after every
 section, with the counted bytes and operations.
 """
 # mypy: disallow-untyped-calls=False
@@ -82,6 +82,10 @@ class Lab:
             self._weights = WeightLoader(RandomSource(self.config, self.device), self.device).model()
             print(f"weights {time.perf_counter() - begin:.1f} s", flush=True)
         return self._weights
+
+    def use(self, weights: Any) -> None:
+        """These from now on, until they are forgotten."""
+        self._weights = weights
 
     def forget(self) -> None:
         """Give the memory of the weights back."""
@@ -231,6 +235,30 @@ def transformers(lab: Lab, report: Report, options: argparse.Namespace) -> None:
         report.metrics["speedup_vs_transformers_b64"] = round(theirs / ours, 2)
 
 
+def w4a16(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Experts on BF16 activations, as the peer's: decode and prompts again, for a like-for-like ratio."""
+    from benchmarks._gpu_model import RandomSource
+    from benchmarks._gpu_times import decode_loop_ms, prefill_ms
+    from worker_svc.gpu.weights import WeightLoader
+
+    lab.forget()
+    source = RandomSource(lab.config, lab.device)
+    lab.use(WeightLoader(source, lab.device, expert_activation="bf16").model())
+    bench = lab.bench(slots=max(options.batches), context=CONTEXT + 512, max_tokens=max(options.batches))
+    for batch in options.batches:
+        loop = decode_loop_ms(bench, batch, CONTEXT, 30)
+        report.row("w4a16", batch=batch, ms=loop, peer_ms=PEER_DECODE_MS[batch], vs_peer=PEER_DECODE_MS[batch] / loop)
+        report.metrics[f"w4a16_vs_sglang_decode_b{batch}"] = round(PEER_DECODE_MS[batch] / loop, 3)
+    del bench
+    for tokens, peer in PEER_PREFILL_MS.items():
+        bench = lab.bench(slots=1, context=tokens + 256, max_tokens=tokens)
+        taken, _ = prefill_ms(bench, tokens)
+        report.row("w4a16", tokens=tokens, ms=taken, peer_ms=peer, vs_peer=peer / taken)
+        report.metrics[f"w4a16_vs_sglang_prefill_{tokens // 1024}k"] = round(peer / taken, 3)
+        del bench
+    lab.forget()
+
+
 def coldstart(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """Process start to ready, with empty kernel caches and with packed ones."""
     from benchmarks._gpu_coldstart import measure as starts
@@ -273,6 +301,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "mesh": mesh,
     "launches": launches,
     "prefill_profile": prefill_profile,
+    "w4a16": w4a16,
     "transformers": transformers,
     "coldstart": coldstart,
 }
