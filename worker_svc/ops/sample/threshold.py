@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 
 from worker_svc.ops.sample.values import GREEDY_BELOW, LARGEST, allowed_values, keys, ordered, scaled_values, stays
+from worker_svc.ops.triton_numbers import INTERPRETED
 
+COARSE = tl.constexpr(1 << 14)
+"""How close, in steps of FP32, the lanes' bound comes to what it could be: 2^-9 of a value lets few more values in."""
 MASS_ONE = tl.constexpr(float(1 << 42))
 """A mass of one as an integer: 4096 of them fit in 63 bits."""
 
@@ -57,8 +60,10 @@ def threshold(
     if drawn & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0)):
         peaks = tl.full((SCAN,), -LARGEST, tl.float32)
         finite = tl.zeros((SCAN,), tl.int32)
+        ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, lane, NEVER, MASKED, VOCAB)
         for first in range(0, VOCAB, SCAN):
-            v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, first + lane, NEVER, MASKED, VOCAB)
+            v = ahead
+            ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, first + SCAN + lane, NEVER, MASKED, VOCAB)
             peaks = tl.maximum(peaks, v)
             finite += (v > -LARGEST).to(tl.int32)
         best_raw = tl.max(peaks, 0)
@@ -68,8 +73,11 @@ def threshold(
             total = tl.full((), 0.0, tl.float64)
             if not by_count:
                 masses = tl.zeros((SCAN,), tl.float32)
+                ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, lane, NEVER, MASKED, VOCAB)
                 for first in range(0, VOCAB, SCAN):
-                    v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, first + lane, NEVER, MASKED, VOCAB)
+                    v = ahead
+                    after = first + SCAN + lane
+                    ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, after, NEVER, MASKED, VOCAB)
                     masses += tl.exp((v - best_raw) / temperature)
                 total += tl.sum(masses.to(tl.float64), 0)
             reach = _lanes_bound(peaks, best_raw, temperature, by_count, top_k, top_p, total)
@@ -142,7 +150,7 @@ def _lanes_bound(peaks, best, temperature, by_count, top_k, top_p, total):
     low = tl.min(tl.where(there, key, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(tl.where(there, key, -0x7FFFFFFF), 0).to(tl.int64)
     sure = tl.sum(weight, 0) >= target
-    while low < high:
+    while high - low > COARSE:
         middle = (low + high + 1) >> 1
         reached = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0), 0) >= target
         low = tl.where(reached, middle, low)
@@ -171,9 +179,11 @@ def _collect(
     lane = tl.arange(0, SCAN)
     tl.atomic_xchg(found_ptr, 0)
     tl.debug_barrier()
+    ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, lane, NEVER, MASKED, VOCAB)
     for first in range(0, VOCAB, SCAN):
         ids = first + lane
-        v = allowed_values(logits_ptr, never_ptr, masks_ptr, row, ids, NEVER, MASKED, VOCAB)
+        v = ahead
+        ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, ids + SCAN, NEVER, MASKED, VOCAB)
         taken = (v >= reach) & (v > -LARGEST)
         place = tl.atomic_add(found_ptr + tl.zeros_like(ids), 1, mask=taken)
         fits = taken & (place < ROOM)
@@ -236,11 +246,26 @@ def _cut(key, weight, inside, target):
     low = tl.min(tl.where(inside, key, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(tl.where(inside, key, -0x7FFFFFFF), 0).to(tl.int64)
     while low < high:
-        middle = (low + high + 1) >> 1
-        reached = tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0), 0).to(tl.float64) >= target
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle - 1)
+        step = (high - low + 3) >> 2
+        first = low + step
+        second = tl.minimum(first + step, high)
+        third = tl.minimum(second + step, high)
+        m1 = tl.where(key >= first.to(tl.int32), weight, 0)
+        m2 = tl.where(key >= second.to(tl.int32), weight, 0)
+        m3 = tl.where(key >= third.to(tl.int32), weight, 0)
+        if INTERPRETED:  # there a reduction by a function of ours takes seconds
+            s1, s2, s3 = tl.sum(m1, 0), tl.sum(m2, 0), tl.sum(m3, 0)
+        else:
+            s1, s2, s3 = tl.reduce((m1, m2, m3), 0, _add_three)
+        r1, r2, r3 = s1.to(tl.float64) >= target, s2.to(tl.float64) >= target, s3.to(tl.float64) >= target
+        high = tl.where(r3, high, tl.where(r2, third - 1, tl.where(r1, second - 1, first - 1)))
+        low = tl.where(r3, third, tl.where(r2, second, tl.where(r1, first, low)))
     return low.to(tl.int32)
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -368,9 +393,11 @@ def _top_p(
         s4 = s0
         s5 = s0
         s6 = s0
+        ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, lane, NEVER, MASKED, VOCAB)
         for first in range(0, VOCAB, SCAN):
             ids = first + lane
-            v = scaled_values(logits_ptr, never_ptr, masks_ptr, row, ids, temperature, NEVER, MASKED, VOCAB)
+            v = tl.div_rn(ahead, temperature + tl.zeros_like(ahead)) + 0.0
+            ahead = allowed_values(logits_ptr, never_ptr, masks_ptr, row, ids + SCAN, NEVER, MASKED, VOCAB)
             mass = tl.where(stays(v, ids, bound, last_tie), tl.exp(v - best), 0.0)
             k = keys(v)
             s0 += tl.where(k > (key | (step * 1)), mass, 0.0)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from worker_svc.ops.sample import Params
 
 TILE = 1024
-SCAN, SLOW = 8192, 2048
+SCAN, SLOW = 8192, 4096
 """Values of a row that a step of `threshold` reads, and where it keeps seven sums of each."""
-ROOM = 4096
+ROOM = 2048
 """Values that top-k or top-p can be searched among without reading the whole row each time."""
 REACH = tl.constexpr(1e-3)
 
