@@ -225,7 +225,7 @@ def check_nano(device: torch.device, report: Any) -> None:
     from worker_svc.executor import CpuExecutor
     from worker_svc.gpu.weights import WeightLoader
 
-    ids = _unseen(Tokenizer.load(DEFAULT_MODEL), 900)
+    ids = unseen(Tokenizer.load(DEFAULT_MODEL), 900)
     cpu = CpuModel(CpuExecutor.load(DEFAULT_MODEL, numerics=NUMERICS, slots=2, pages=8, tails=2, max_verify=1).model)
     checkpoint = load_checkpoint(DEFAULT_MODEL)
     config, host = checkpoint.config, torch.device("cpu")
@@ -235,7 +235,7 @@ def check_nano(device: torch.device, report: Any) -> None:
         compare(side, {name: free, f"{name}_forced": forced}, ids, report)
 
 
-def _unseen(tokenizer: Any, tokens: int) -> list[int]:
+def unseen(tokenizer: Any, tokens: int) -> list[int]:
     """Documents of the kinds that v4-nano was trained on, from a seed that training did not use."""
     from tools.nano.corpus import Corpus, Sources
     from tools.nano.document import tokenize

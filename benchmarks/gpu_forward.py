@@ -1,8 +1,8 @@
 """The V4 forward on one GPU: correctness against the CPU model, step times against the floor and against peers.
 
-Sections, each by name: ops, check, decode, long, prefill, mesh, launches, prefill_profile, w4a16, transformers,
-coldstart (kernels alone: `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE` writes all after every
-section, with the counted bytes and operations.
+Sections, each by name: ops, check, diverge, decode, long, prefill, mesh, launches, prefill_profile, w4a16,
+transformers, coldstart (kernels alone: `gpu_ops`, `gpu_attention`). Results are printed as they come; `--out FILE`
+writes all after every section, with the counted bytes and operations.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -284,6 +284,14 @@ def check(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     check_flash(lab.device, report)
 
 
+def diverge(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Answers of v4-nano alone, in a batch, and resumed: how many stay the same, and to which token."""
+    from benchmarks._gpu_diverge import measure as answers
+
+    del options
+    answers(lab.device, report)
+
+
 def ops(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """Each operation against its plain torch reference, fresh inputs, outputs poisoned."""
     from benchmarks._gpu_checks import check_ops
@@ -295,6 +303,7 @@ def ops(lab: Lab, report: Report, options: argparse.Namespace) -> None:
 SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = {
     "ops": ops,
     "check": check,
+    "diverge": diverge,
     "decode": decode,
     "long": long,
     "prefill": prefill,
