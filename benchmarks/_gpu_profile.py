@@ -4,6 +4,7 @@
 import argparse
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,10 +64,30 @@ def count_launches(lab: Any, report: Any, options: argparse.Namespace) -> None:
                 each = (counts[0] - counts[1]) / (len(layers) - 1)
                 report.row("launches", batch=batch, kind=f"C{ratio}", per_layer=each)
                 report.metrics[f"launches_c{ratio}_b{batch}"] = each
+        for ratio, count in attention_kernels([name for name, _ in found], lab.config.layer_ratios).items():
+            report.row("launches", batch=batch, kind=f"C{ratio}", attention_path=count)
+            report.metrics[f"launches_attention_c{ratio}_b{batch}"] = count
         for name, micros in found[-2 * LAST : -LAST]:
             report.row("timeline", batch=batch, us=micros, name=name[:60])
         report.row("launches", batch=batch, step_kernels=len(found), sum_us=sum(micros for _, micros in found))
         _by_name(found, report, batch=batch)
+
+
+def attention_kernels(names: list[str], ratios: Sequence[int]) -> dict[int, int]:
+    """Kernels of the attention sublayer, projections included, mixers and norms apart, by layer kind: the most seen.
+
+    Every sublayer begins behind the kernel that collapses the streams and norms; attention and experts take turns.
+    """
+    parts: list[list[str]] = []
+    for name in names:
+        if "collapse" in name:
+            parts.append([])
+        elif parts and "mix" not in name:
+            parts[-1].append(name)
+    found: dict[int, int] = {}
+    for ratio, part in zip(ratios, parts[::2]):
+        found[ratio] = max(found.get(ratio, 0), len(part))
+    return found
 
 
 def profile_prefill(lab: Any, report: Any) -> None:
