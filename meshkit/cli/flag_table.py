@@ -22,7 +22,11 @@ EXPERTS_APART = "experts spread over GPUs"
 DRAFTING = "speculative decoding"
 TUNING = "tuning at run time"
 BLACKWELL = "a forward for Blackwell"
-COMPILER = "torch.compile of the layers between kernels"
+COMPILED = (
+    "the GPU forward lies in kernels already: what torch's compiler could join is 0.04 % of a decode step and 0.02 % "
+    "of a prompt (one H200, 64 rows, 16,384 tokens)"
+)
+"""Kernels of torch itself: one of 225 in the step, 3.0 of 6,841 us; 34 us of the prompt's 143.6 ms."""
 TIERS = "the cache service"
 
 
@@ -103,6 +107,7 @@ class Entry:
     needs: str = ""
     meanwhile: str = ""
     does: str = ""  # what an entry that has its effect did
+    moot: str = ""  # why it can change nothing here, measured
     quiet: tuple[Any, ...] = ()
     invented: bool = False  # SGLang itself never had this name
 
@@ -277,8 +282,7 @@ FLAGS: tuple[Entry, ...] = (
         promise="Compile the layers between kernels.",
         ours="worker.torch_compile",
         switch=True,
-        needs=COMPILER,
-        meanwhile="running uncompiled",
+        moot=COMPILED,
     ),
     Entry(
         name="--speculative-algorithm",
@@ -374,8 +378,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Mode of torch.compile.",
         ours="worker.torch_compile_mode",
         parse=one_of(*COMPILE_MODES),
-        needs=COMPILER,
-        meanwhile="running uncompiled",
+        moot=COMPILED,
         invented=True,
     ),
     Entry(
@@ -435,9 +438,12 @@ def answer(entry: Entry, given: str, name: str = "") -> Answer:
     shown = name if entry.switch else f"{name}{' ' if name.startswith('--') else '='}{given}"
     if value in entry.quiet:
         return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): it runs like this anyway")
+    origin = "; SGLang never had this name" if entry.invented else ""
+    if entry.moot:
+        line = f"recognised: {shown} ({entry.ours}{origin}) changes nothing: {entry.moot}"
+        return Answer(entry, given, value, "recognised", line)
     if not entry.needs:
         return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): {entry.does}")
-    origin = "; SGLang never had this name" if entry.invented else ""
     line = f"recognised: {shown} ({entry.ours}{origin}) needs {entry.needs}, which is not built yet; {entry.meanwhile}"
     return Answer(entry, given, value, "recognised", line)
 

@@ -30,7 +30,8 @@ def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
         names = (entry.name, *entry.aliases, entry.field)
         waits = bool(entry.needs)  # help shows first what has its effect
         text = f"{entry.promise} (waits for {entry.needs})" if waits else entry.promise
-        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=waits)(wanted)
+        hidden = waits or bool(entry.moot)
+        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=hidden)(wanted)
     return wanted
 
 
@@ -92,7 +93,9 @@ def worker_flags(answers: list[Answer]) -> tuple[str, ...]:
     flags: list[str] = []
     for found in answers:
         section, _, key = found.entry.ours.partition(".")
-        if section != "worker" or found.entry not in VARIABLES or found.entry.needs or found.value in found.entry.quiet:
+        if section != "worker" or found.entry not in VARIABLES or found.status != "applied":
+            continue
+        if found.value in found.entry.quiet:
             continue
         name = key.replace("_", "-")
         if isinstance(found.value, bool):
