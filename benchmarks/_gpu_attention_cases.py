@@ -180,6 +180,34 @@ class Decode:
         args = (self.heads, self.weights.turns, self.positions, self.out_codes, self.out_scale)
         attention_output.attention_output(*args)
 
+    @property
+    def splits(self) -> tuple[Tensor, Tensor]:
+        if not hasattr(self, "_splits"):
+            self._splits = attention_kernels.attend(self.half, *self.near, *self.far, SCALE)
+        return self._splits
+
+    def join(self) -> None:
+        w = self.weights
+        attention_kernels.join_quantised(*self.splits, w.sink, w.turns, self.positions, self.out_codes, self.out_scale)
+
+    def least_bytes(self) -> dict[str, float]:
+        """What each operation has to read and write."""
+        t, entries, heads = self.tokens, float(self.lists.c4_len.sum()), HEADS * 512
+        rows = 584 * float(self.lists.window_len.sum() + self.counted.sum())
+        return {
+            "latents": t * ((Q_LORA + 512) * 2 + Q_LORA + 584),
+            "compress4": t * state_width(4) * 8,
+            "compress128": t * state_width(128) * 8,
+            "queries": t * (heads * 4 + 64 * 128 * 3 + 64 * 8),
+            "scores": entries * 132,
+            "scores_deepgemm": entries * 132,
+            "select": entries * 4 + t * TOP_K * 4,
+            "paged": rows + t * heads * 3,
+            "flashmla": rows + t * heads * 4,
+            "join": self.splits[0].numel() * 2 + t * heads,
+            "output": t * heads * 3,
+        }
+
 
 DECODE_OPS: dict[str, Callable[[Any], None]] = {
     "lists": Decode.step,
@@ -195,6 +223,7 @@ DECODE_OPS: dict[str, Callable[[Any], None]] = {
     "paged128": lambda layer: layer.paged(layer.far128),
     "paged_window": lambda layer: layer.paged((None, None, None)),
     "flashmla": lambda layer: layer.library(layer.far),
+    "join": Decode.join,
     "output": Decode.output,
 }
 
@@ -288,6 +317,20 @@ class Chunk:
     def output(self) -> None:
         args = (self.heads, self.weights.turns, self.positions, self.out_codes, self.out_scale)
         attention_output.attention_output(*args)
+
+    def least_bytes(self) -> dict[str, float]:
+        """What each operation has to read and write."""
+        t, entries, heads = self.tokens, float(self.lists.c4_len.sum()), HEADS * 512
+        return {
+            "latents": t * ((Q_LORA + 512) * 2 + Q_LORA + 584 + 1024),
+            "compress4": t * state_width(4) * 4 + t / 4 * (584 + 132),
+            "compress128": t * state_width(128) * 4 + t / 128 * 584,
+            "queries": t * (heads * 4 + 64 * 128 * 3 + 64 * 8),
+            "gather": t / 4 * (584 + 1024),
+            "gather_index": t / 4 * 132 * 2,
+            "select": entries * 4 + t * TOP_K * 4,
+            "output": t * heads * 3,
+        }
 
 
 CHUNK_OPS: dict[str, Callable[[Any], None]] = {

@@ -9,7 +9,7 @@ are timed on the same inputs. `--tune` times tiles of the attention kernel besid
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import _gpu_attention_checks as checks
 from benchmarks._gpu_attention_cases import CHUNK_OPS, DECODE_OPS, Chunk, Decode
+from benchmarks._gpu_floor import BANDWIDTH
 
 TITLE = "GPU attention kernels: error against torch, microseconds per launch (needs a GPU)"
 
@@ -46,7 +47,8 @@ def run(args: list[str]) -> Metrics:
         steps = [(int(tokens), 4096) for tokens in options.batches.split(",")]
         for tokens, context in steps + ([(8, 65536), (1, 1 << 20)] if options.long else []):
             metrics |= _decode_times(tokens, context, only, tune=options.tune)
-        metrics |= _chunk_times(4096, only)
+        for tokens in (4096, 16384):
+            metrics |= _chunk_times(tokens, only)
     return metrics
 
 
@@ -67,7 +69,7 @@ def _decode_times(tokens: int, context: int, only: set[str], *, tune: bool) -> M
             continue
         micros = _time([partial(op, layer) for layer in layers])
         if micros is not None:
-            found[f"{name}_{label}_us"] = round(micros, 2)
+            found |= _line(name, label, micros, layers[0].least_bytes())
     _table(label, found)
     if tune and context == 4096:
         found |= _tiles(layers, label)
@@ -82,7 +84,7 @@ def _chunk_times(tokens: int, only: set[str]) -> Metrics:
             continue
         micros = _time([partial(op, chunk)])
         if micros is not None:
-            found[f"{name}_p{tokens}_us"] = round(micros, 2)
+            found |= _line(name, f"p{tokens}", micros, chunk.least_bytes())
     _table(f"prefill {tokens}", found)
     return found
 
@@ -129,6 +131,15 @@ def _time(calls: Sequence[Callable[[], object]], repeat: int = 4, replays: int =
     return float(statistics.median(times)) * 1000 / (repeat * len(calls))
 
 
+def _line(name: str, label: str, micros: float, least: Mapping[str, float]) -> Metrics:
+    """Its time, and the least time over it where bytes are what it moves."""
+    line: Metrics = {f"{name}_{label}_us": round(micros, 2)}
+    if name in least:
+        line[f"{name}_{label}_of_floor"] = round(least[name] / BANDWIDTH * 1e6 / micros, 3)
+    return line
+
+
 def _table(label: str, found: Metrics) -> None:
-    names = {name.split(f"_{label}")[0].split("_p")[0]: value for name, value in found.items()}
+    times = {name: value for name, value in found.items() if name.endswith("_us")}
+    names = {name.split(f"_{label}")[0].split("_p")[0]: value for name, value in times.items()}
     print(label, " ".join(f"{name} {value}" for name, value in names.items()), flush=True)
