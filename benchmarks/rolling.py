@@ -98,18 +98,28 @@ async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[s
                 reference = await load.each(asked, REFERENCE_AT_ONCE)
                 await warm(folder)
                 metrics, runs = await under_load(load, folder, options)
+                await all_left(folder)
+            log = (folder / "mesh.log").read_text()
         finally:
             mesh.terminate()
-            status = await mesh.wait()
-        log = (folder / "mesh.log").read_text()
-    if status or "Traceback" in log:
-        raise RuntimeError(f"the mesh ended with {status}:\n{log[-4000:]}")
+            await mesh.wait()
+    if "Traceback" in log:
+        raise RuntimeError(f"a service failed:\n{log[-4000:]}")
     verdict = judge(Part("rolling", runs=runs), reference)
     left = dict(re.findall(r"^(\S+) +left after ([\d.]+) s", log, re.MULTILINE))
     for service, seconds in left.items():
         metrics[f"left_after_s_{service.replace('-', '_')}"] = float(seconds)
     unclean = re.findall(r"^\S+ +left after .*(?:killed|exited).*$", log, re.MULTILINE)
     return metrics | {"processes": len(left), "left_unclean": len(unclean)}, verdict, unclean
+
+
+async def all_left(folder: Path) -> None:
+    """Until former gateways have ended with their last streams."""
+    end = time.monotonic() + READY_S
+    while (log := (folder / "mesh.log").read_text()).count("finishes what it does") > log.count("left after"):
+        if time.monotonic() > end:
+            raise RuntimeError(f"a process does not leave:\n{log[-4000:]}")
+        await asyncio.sleep(0.2)
 
 
 async def under_load(load: Load, folder: Path, options: argparse.Namespace) -> tuple[Metrics, list[Run]]:
@@ -146,7 +156,9 @@ def run(args: list[str]) -> Metrics:
     parser.add_argument("--tokens", type=int, default=64, help="of an ordinary answer")
     parser.add_argument("--per-kind", type=int, default=2, help="different requests of each kind")
     parser.add_argument("--gateways", type=int, default=1, help="processes on the port")
-    parser.add_argument("--drain-timeout", type=float, default=30.0, help="the grace period of each process, seconds")
+    parser.add_argument(
+        "--drain-timeout", type=float, default=30.0, help="of `v4mesh restart`: the grace period in seconds"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(args)
     metrics, verdict, unclean = asyncio.run(measure(options))

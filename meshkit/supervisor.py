@@ -32,6 +32,8 @@ LEAST_DRAIN_S = 0.3  # what slow children must leave for each one that stops aft
 KEPT_LINES = 12  # last words of each child, shown when it fails for good
 LONGEST_LINE = 16_384  # bytes; longer lines arrive in pieces
 BESIDE_S = 120.0  # a successor that serves beside its predecessor is ready by then, or is not wanted
+FINISH_S = 3_600.0  # for a process whose successor serves: it is in nobody's way
+LAST_WORDS_S = 0.5  # to read what an ended process has written
 FAREWELL_S = 5.0  # to say so to clients, for a process that was given all its time to finish
 
 Probe = Callable[[], Awaitable[bool]]
@@ -140,6 +142,8 @@ class Supervisor:
         try:
             await self._stopping.wait()
             await self._stop_children()
+            if self._watches:
+                await asyncio.wait(self._watches, timeout=LAST_WORDS_S)
         finally:
             watches = self._watches.copy()
             for task in watches:
@@ -182,23 +186,25 @@ class Supervisor:
         """The living children."""
         return {n: c.process.pid for n, c in self.children.items() if c.process and c.process.returncode is None}
 
-    async def restart(self, name: str, leave_s: float) -> None:
+    async def restart(self, name: str, leave_s: float) -> bool:
         """Replace a child by a fresh process, and return when that is ready and the former one has left.
 
-        The former one has `leave_s` seconds to finish what it does. One after the other, whoever asks. Raises
-        RestartError.
+        The former one has `leave_s` seconds to finish what it does; beside its successor it may take longer, and then
+        this returns False and leaves it to that. One after the other, whoever asks. Raises RestartError.
         """
         async with self._restarting:
             child = self.children[name]
             if child.process is None or child.process.returncode is not None:
                 raise RestartError(f"{name} is not running: it is restarted already")
+            left = True
             if child.spec.beside:
-                await self._replace(child, leave_s)
+                left = await self._replace(child, leave_s)
             else:
                 await self._renew(child, leave_s)
             settled = child.spec.settled
             while settled and not self._stopping.is_set() and not await settled():  # noqa: ASYNC110 - a child's state
                 await asyncio.sleep(child.spec.probe_every_s)
+            return left
 
     async def _renew(self, child: Child, leave_s: float) -> None:
         """Leave first, start then."""
@@ -211,28 +217,32 @@ class Supervisor:
                 raise RestartError(f"{child.spec.name} does not come back: the mesh stops")
             await asyncio.sleep(0.02)
 
-    async def _replace(self, child: Child, leave_s: float) -> None:
-        """Start first, leave then: both serve for a while."""
+    async def _replace(self, child: Child, leave_s: float) -> bool:
+        """Start first, leave then: both serve for a while. Returns whether the former has left in time."""
         told, says = os.pipe()
         try:
             successor = await self._start(child, ready_fd=says)
         finally:
             os.close(says)
         child.leaving.append(successor)  # until it is wanted: a stop ends it with the others
-        self._watch(self._relay(child, successor))
+        reading = asyncio.create_task(self._relay(child, successor))
         serves = await _hears(told, BESIDE_S)
         child.leaving.remove(successor)
         if not serves:
             self._kill_group(successor)
             await successor.wait()
+            await self._end_reading(reading)
             raise RestartError(f"{child.spec.name}: its successor did not get ready; the former process goes on")
         former, child.process = child.process, successor
         assert former is not None
         child.leaving.append(former)
         child.started_at, child.deaths_in_a_row = time.monotonic(), 0
-        self._watch(self._keep(child, successor))
+        self._watch(self._keep(child, successor, reading))
         self._say(child, "leaving", process=former)
-        await self._let_leave(former, child.spec.retire, leave_s)
+        self._watch(self._let_leave(former, child.spec.retire, FINISH_S))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(former.wait(), leave_s)
+        return former.returncode is not None
 
     async def _let_leave(self, process: Process, signal_number: int, leave_s: float) -> None:
         """Ask once; where it takes too long, press; then end it."""
@@ -250,23 +260,28 @@ class Supervisor:
         self._kill_group(process)
         await process.wait()
 
-    async def _keep(self, child: Child, running: Process | None = None) -> None:
-        """Run one child again and again until it may not or need not be restarted; `running`: it has been started."""
+    async def _keep(
+        self, child: Child, running: Process | None = None, reading: "asyncio.Task[None] | None" = None
+    ) -> None:
+        """Run one child again and again until it may not or need not be restarted.
+
+        `running`: it has been started already, is ready, and `reading` relays what it says.
+        """
         while not self._stopping.is_set():
-            process, running = running, None
-            background = []
+            process, probing = running, None
             if process is None:
                 process = child.process = await self._start(child)
-                background = [asyncio.create_task(self._probe(child))]
-                background += [asyncio.create_task(self._relay(child, process))]
+                probing = asyncio.create_task(self._probe(child))
+                reading = asyncio.create_task(self._relay(child, process))
             else:
                 self._mark_ready(child)
+            assert reading is not None
             status = await process.wait()
+            if probing is not None:
+                probing.cancel()
             self._kill_group(process)  # a grandchild would hold the pipe open after its parent is gone
-            if background:
-                background[0].cancel()
-                await asyncio.wait(background, timeout=0.5)
-                background[1].cancel()
+            await self._end_reading(reading)
+            running = None
             if self._stopping.is_set():
                 self._say(child, "stopped", status=status, process=process)
                 return
@@ -280,6 +295,11 @@ class Supervisor:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
+
+    async def _end_reading(self, reading: "asyncio.Task[None]") -> None:
+        """The last words of a process that has ended."""
+        await asyncio.wait([reading], timeout=LAST_WORDS_S)
+        reading.cancel()
 
     def _after_death(self, child: Child, status: int) -> float | None:
         """Seconds until the restart, or None when this death ends the mesh."""

@@ -1,8 +1,8 @@
 """`v4mesh restart`: a running `v4mesh up` replaces its processes one after the other, without a request lost.
 
-The gateway's successor serves before its predecessor stops listening, and that one may finish its streams; a service
-with a standby is restarted once the standby is warm; for the others, what runs waits for the next process and goes on
-where it was. The supervisor is asked over a socket in the run folder; this command changes nothing by itself.
+The gateway's successor serves before its predecessor stops listening, and that one finishes its streams; a service with
+a standby is restarted once the standby is warm; for the others, what runs waits for the next process and goes on where
+it was. The supervisor is asked over a socket in the run folder; this command changes nothing by itself.
 """
 
 import asyncio
@@ -31,7 +31,13 @@ ASK_S: Final = 10.0
 
 @command()
 @click.argument("services", nargs=-1, metavar="[SERVICE]...")
-@click.option("--drain-timeout", default=DRAIN_S, show_default=True, metavar="SECONDS", help="For each to finish.")
+@click.option(
+    "--drain-timeout",
+    default=DRAIN_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each to finish what it does; a gateway's streams are waited for so long, but not cut.",
+)
 @click.option("--run-dir", metavar="DIR", help="The mesh's folder, as given to up; else the only mesh of this user.")
 @shared_options
 @click.pass_obj
@@ -118,11 +124,12 @@ class Control:
             began = time.monotonic()
             yield {"service": name, "state": "restarting"}
             try:
-                await self._supervisor.restart(name, min(drain_s, LONGEST_DRAIN_S))
+                left = await self._supervisor.restart(name, drain_s)
             except RestartError as e:
                 yield {"problem": str(e)}
                 return
-            yield {"service": name, "state": f"restarted in {time.monotonic() - began:.1f} s"}
+            behind = "" if left else "; its former process finishes what it does in the background"
+            yield {"service": name, "state": f"restarted in {time.monotonic() - began:.1f} s{behind}"}
         yield {"done": True}
 
 

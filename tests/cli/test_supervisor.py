@@ -233,6 +233,20 @@ async def test_a_successor_starts_beside_and_only_a_ready_one_makes_the_first_le
     assert not run.supervisor.pids()
 
 
+async def test_who_takes_longer_beside_its_successor_is_left_to_it():
+    spec = ServiceSpec(name="a", argv=script(BESIDE + LEAVES.format(busy=1.0)), beside=True, retire=signal.SIGUSR1)
+    run = Recorder(spec)
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    first = run.supervisor.pids()["a"]
+    assert not await run.supervisor.restart("a", 0.1)
+    assert not gone(first) and run.supervisor.pids()["a"] != first
+    await run.until(lambda: run.of("left"))
+    assert run.of("left")[0].pid == first and run.of("left")[0].status == 0
+    run.supervisor.stop()
+    assert await task == 0
+
+
 async def test_a_successor_that_fails_changes_nothing():
     code = "import sys\nif '--ready-fd' in sys.argv:\n    sys.exit(3)\n" + FOREVER
     run = Recorder(ServiceSpec(name="a", argv=script(code), beside=True))
