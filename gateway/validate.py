@@ -16,7 +16,7 @@ from gateway.limits import Limits
 from gateway.models import ServedModel
 from gateway.schema import RequestFields, SamplingFields
 from gateway.scores import ScoreRequest
-from gateway.text.stop_patterns import PatternError, StopPattern, check_together, parse_pattern
+from gateway.text.pattern_parser import PatternError, StopPattern, check_together, parse_pattern
 from meshkit.types import NO_LOGPROBS, SamplingParams
 
 _RANDOM = random.SystemRandom()

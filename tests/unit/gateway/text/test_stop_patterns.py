@@ -8,7 +8,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.stop_patterns import HELD_CHARS, PatternError, StopPatterns, parse_pattern, stop_search
+from gateway.text.pattern_parser import PatternError, parse_pattern
+from gateway.text.stop_patterns import HELD_CHARS, StopPatterns, stop_search
 from gateway.text.stop_strings import StopStrings
 
 ATOMS = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", "\\w", "\\d", "ab", "\\x61"])
