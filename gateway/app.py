@@ -94,6 +94,8 @@ class _Entry:
         exchange.conversation = conversation_id_of(request.headers)
         exchange.headers |= {"x-request-id": exchange.label, "Server": SERVER_NAME}
         exchange.headers |= self._cors.headers(request.headers)
+        if self._gateway.admission.draining:
+            exchange.headers["Connection"] = "close"  # the next request goes to whoever listens now
         metrics.http_active += 1
         status = CLIENT_GONE
         match: routes.Match | None = None

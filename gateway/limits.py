@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from gateway.errors import ApiError, invalid, unavailable
+from gateway.errors import ApiError, invalid
 
 MIB = 1 << 20
 
@@ -82,7 +82,7 @@ class Admission:
         self.streams = 0
         self.waiting = 0
         self._of_tenant: Counter[str] = Counter()
-        self.draining = False
+        self.draining = False  # no new connections: what comes on open ones is the last there
         self.idle = asyncio.Event()  # set while nothing is open
         self.idle.set()
 
@@ -100,8 +100,6 @@ class Admission:
 
         `tenant` is empty where callers are not told apart; else its own bound applies too.
         """
-        if self.draining:
-            raise unavailable("this gateway is shutting down", retry_after_s=2)
         if self.streams + count > self._limits.streams:
             raise ApiError(
                 429, f"{self._limits.streams} generations are open", code="rate_limit_exceeded", retry_after_s=1
