@@ -25,8 +25,11 @@ from benchmarks._gpu_op import (
     K,
 )
 
+OWN_FROM = 256
+"""Tokens from which our own product is tried."""
 
-def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 8, 64)) -> None:
+
+def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 8, 64, 1024, 4096)) -> None:
     """FP4 experts: sort, both products and the middle, for each candidate; the winner is marked in the metrics."""
     if bench.warming:
         return
@@ -47,13 +50,21 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
         scales(EXPERTS, D, INNER // 32),
     )
     winners: dict[int, tuple[float, str]] = {}
-    for label, backend, activation in (("w4a8", "humming", "fp8"), ("w4a16", "humming", "bf16")):
+    candidates = (("w4a8", "humming", "fp8"), ("w4a8_own", "humming", "fp8"), ("w4a16", "humming", "bf16"))
+    for label, backend, activation in candidates:
         started = time.perf_counter()
         try:
             layer: Any = load_experts(packed, limit=10.0, backend=backend, activation=activation)  # type: ignore[arg-type]
         except ImportError as error:
             print(f"{backend} {label}: {error}")
             continue
+        if label != "w4a8_own":
+            layer._large = False
+        elif not layer._large:
+            print(f"{label}: cannot run here")
+            continue
+        else:
+            layer.own_from = 0
         torch.cuda.synchronize()
         print(f"{backend} {label}: loaded in {time.perf_counter() - started:.1f} s", flush=True)
         started = time.perf_counter()
@@ -62,6 +73,8 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
         print(f"  {compiled} kernels compiled in {time.perf_counter() - started:.1f} s", flush=True)
         oracle = load_experts(packed, limit=10.0, backend="torch", activation=activation)  # type: ignore[arg-type]
         for t in tokens:
+            if label == "w4a8_own" and t < OWN_FROM:
+                continue
             plan = layer.plan(t, K)
             rounds = 6 if t <= 64 else 3 if t <= 256 else 1
             calls: list[Callable[[], object]] = []
@@ -82,7 +95,7 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
                 order = allocate(t, K, EXPERTS, plan.block, bench.device)
                 sort_slots(ids, order)
                 hidden = torch.empty(t * K, 2 * INNER, dtype=torch.bfloat16, device=bench.device)
-                ups.append(partial(layer._up, x, scale, order, K, plan.up, hidden))
+                ups.append(_product(layer._up, plan.up, x, scale, order, K, hidden))
                 inner = torch.randn(t * K, INNER, device=bench.device, dtype=torch.bfloat16)
                 inner_scale = None
                 if activation == "fp8":
@@ -91,7 +104,7 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
                     quantise_rows(inner, inner8, inner_scale)
                     inner = inner8
                 out = torch.empty(t * K, D, dtype=torch.bfloat16, device=bench.device)
-                downs.append(partial(layer._down, inner, inner_scale, order, 1, plan.down, out))
+                downs.append(_product(layer._down, plan.down, inner, inner_scale, order, 1, out))
             started = time.perf_counter()
             got = layer.run(plan, x, scale, ids, weights)
             torch.cuda.synchronize()
@@ -107,12 +120,26 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
             bench.record(f"experts_{label}_{t}_w2", bench.time(downs, 5), moved / 3, flops / 3, peak)
             print(f"  {touched / rounds:.0f} experts, block {plan.block}, first call {jit:.1f} s", flush=True)
             bench.metrics[f"experts_{label}_{t}_touched"] = round(touched / rounds, 1)
-            winners[t] = min(winners.get(t, (math.inf, "")), (micros, f"{backend} {label}"))
+            winners[t] = min(winners.get(t, (math.inf, "")), (micros, label))
         calls, ups, downs = [], [], []
         del layer
         torch.cuda.empty_cache()
     for t, (micros, name) in winners.items():
         bench.metrics[f"experts_winner_{t}"] = f"{name} {micros:.1f} us"
+
+
+def _product(
+    product: Any, tile: str, x: Tensor, scale: Tensor | None, order: Any, k: int, out: Tensor
+) -> Callable[[], object]:
+    """One grouped product to call; our own gets its rows with one scale each, made beforehand."""
+    from worker_svc.ops.fp4_experts import row_scales
+    from worker_svc.ops.fp4_experts.humming import LARGE
+
+    if tile != LARGE or scale is None:
+        return partial(product, x, scale, order, k, tile, out)
+    rows, row_scale = torch.empty_like(x), torch.empty(len(x), device=x.device)
+    row_scales.fold(x, scale, rows, row_scale)
+    return partial(product.many, rows, row_scale, order, k, out)
 
 
 def _check_products(
@@ -132,7 +159,7 @@ def _check_products(
 
     t = len(x)
     hidden = torch.full((t * K, 2 * INNER), float("nan"), dtype=torch.bfloat16, device=bench.device)
-    layer._up(x, scale, order, K, plan.up, hidden)
+    _product(layer._up, plan.up, x, scale, order, K, hidden)()
     exact = x.float() if scale is None else x.float() * scale.repeat_interleave(128, 1)
     inner = hidden[:, :INNER].contiguous()
     inner_scale = None
@@ -144,7 +171,7 @@ def _check_products(
         quantise_rows(inner, codes, inner_scale)
         inner = codes
     out = torch.full((t * K, D), float("nan"), dtype=torch.bfloat16, device=bench.device)
-    layer._down(inner, inner_scale, order, 1, plan.down, out)
+    _product(layer._down, plan.down, inner, inner_scale, order, 1, out)()
     exact_inner = inner.float() if inner_scale is None else inner.float() * inner_scale.repeat_interleave(128, 1)
     flat = ids.flatten().long()
     truths = torch.empty_like(hidden, dtype=torch.float32), torch.empty_like(out, dtype=torch.float32)

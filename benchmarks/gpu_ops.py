@@ -22,7 +22,7 @@ from benchmarks._gpu_op_rows import boundary, boundary_cuts, routing, sampling
 
 TITLE = "GPU kernels one by one: error against torch, microseconds, fraction of the floor (needs a GPU)"
 ROWS = (1, 8, 16, 32, 64)
-TOKENS = (1, 8, 32, 64, 256, 1024, 4096, 16384)
+TOKENS = (1, 8, 32, 64, 256, 1024, 2048, 4096, 8192, 16384)
 
 PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary": lambda bench, tune: boundary(bench, (1, 8, 64, 256, 1024, 4096)),

@@ -68,6 +68,7 @@ PACKAGES: Mapping[str, Package] = {
     ),
     "flashinfer": Package("flashinfer", ("flashinfer-python",), "flashinfer-python==0.6.18.post1", (HOPPER, BLACKWELL)),
     "humming": Package("humming", ("humming-kernels",), "humming-kernels==0.1.20", (HOPPER, BLACKWELL)),
+    "nvrtc": Package("cuda.bindings.nvrtc", ("cuda-bindings",), "cuda-bindings", (HOPPER,)),
     "xgrammar": Package("xgrammar", ("xgrammar",), "xgrammar==0.2.9"),
 }
 
@@ -77,6 +78,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "fp8_gemm": ("deep_gemm", "triton", "torch"),
     "bf16_gemm": ("torch",),
     "experts": ("humming", "torch"),
+    "large_experts": ("nvrtc", "humming"),
     "sparse_attention": ("flash_mla", "triton", "torch"),
     "index_scores": ("deep_gemm", "triton", "torch"),
     "paged_attention": ("triton",),

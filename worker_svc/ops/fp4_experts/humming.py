@@ -1,13 +1,15 @@
 """FP4 experts through humming's indexed grouped products, FP8 or BF16 activations, our sort and middle around them.
 
 Its weights are repacked at load (lossless exponent folding, ranges chosen by the data); tiles come from its own
-heuristics for the GPU, with the exceptions measured in `_better`. Kernels compile once per tile, with NVRTC.
+heuristics for the GPU, with the exceptions measured in `_Product.tile`. Kernels compile once per tile, with NVRTC.
+Steps of many tokens run our own product (`wgmma`) on the same packed weights, where that is faster.
 """
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker_svc.ops.expert_sort import allocate, sort_slots
-from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts
+from worker_svc.ops import quant_fp4, registry
+from worker_svc.ops.expert_sort import Sorted, allocate, sort_slots
+from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts, row_scales, wgmma
 from worker_svc.ops.swiglu_experts import Hidden, middle, middle_bf16
 
 INDEXED = json.dumps({"gemm_type": "indexed"})
+LARGE = "wgmma"
+MANY_ROWS = 32
+"""Rows of an expert, on average, from which our own product is the faster one (one H200, Flash's shapes)."""
+LAYOUT_ERROR = 2e-3
+
+log = logging.getLogger(__name__)
+
 _INPUTS: dict[Activation, dict[str, Any]] = {
     "fp8": {"dtype": "float8e4m3", "group_size": 128},
     "bf16": {"dtype": "bfloat16"},
@@ -53,9 +63,13 @@ class HummingExperts:
         self._up = _Product(packed.w13, packed.w13_scale, activation)
         self._down = _Product(packed.w2, packed.w2_scale, activation)
         self._plans: dict[tuple[int, int], ExpertPlan] = {}
+        self._large = self._up.readable and self._down.readable and registry.backend("large_experts") == "nvrtc"
+        self.own_from = MANY_ROWS
 
     def plan(self, tokens: int, k: int) -> ExpertPlan:
         """See the door. Both products share the sort, so they must share its block size."""
+        if self._large and tokens * k >= self.own_from * self.experts:
+            return ExpertPlan(tokens, wgmma.SORT_BLOCK, LARGE, LARGE)
         if (tokens, k) not in self._plans:
             up, down = self._up.tile(tokens, k, self.activation), self._down.tile(tokens, k, self.activation)
             if up["block_shape"][0] != down["block_shape"][0]:
@@ -65,7 +79,7 @@ class HummingExperts:
 
     def prepare(self, steps: Iterable[int], k: int) -> int:
         """Compile what steps of these many tokens need, on all cores; how many kernels those are."""
-        tiles = {(product, tile) for t in steps for product, tile in self._tiles(self.plan(t, k))}
+        tiles = {(product, tile) for t in set(steps) for product, tile in self._tiles(self.plan(t, k))}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="compile") as pool:
             for done in [pool.submit(product.prepare, tile) for product, tile in tiles]:
                 done.result()
@@ -90,6 +104,9 @@ class HummingExperts:
         order = allocate(tokens, k, self.experts, plan.block, x.device)
         sort_slots(ids, order)
         hidden = torch.empty(tokens * k, 2 * self.inner, dtype=torch.bfloat16, device=x.device)
+        if plan.up == LARGE:
+            assert scale is not None
+            return self._run_large(x, scale, order, weights, shared, hidden)
         self._up(x, scale, order, k, plan.up, hidden)
         out = torch.empty(tokens * k, self.hidden, dtype=torch.bfloat16, device=x.device)
         if scale is not None:
@@ -101,6 +118,23 @@ class HummingExperts:
             rounded = torch.empty(tokens * k, self.inner, dtype=torch.bfloat16, device=x.device)
             middle_bf16(hidden, weights.view(-1), rounded, self.limit)
             self._down(rounded, None, order, 1, plan.down, out)
+        return out
+
+    def _run_large(
+        self, x: Tensor, scale: Tensor, order: Sorted, weights: Tensor, shared: Hidden | None, hidden: Tensor
+    ) -> Tensor:
+        """The same by our own product: rows get one scale each first."""
+        tokens, slots = x.shape[0], hidden.shape[0]
+        rows, row_scale = torch.empty_like(x), torch.empty(tokens, device=x.device)
+        row_scales.fold(x, scale, rows, row_scale)
+        self._up.many(rows, row_scale, order, slots // tokens, hidden)
+        codes = torch.empty(slots, self.inner, dtype=torch.float8_e4m3fn, device=x.device)
+        code_scale = torch.empty(slots, device=x.device)
+        row_scales.folded_middle(hidden, weights.view(-1), self.limit, codes, code_scale)
+        if shared is not None:
+            middle(shared, None, self.limit)
+        out = torch.empty(slots, self.hidden, dtype=torch.bfloat16, device=x.device)
+        self._down.many(codes, code_scale, order, 1, out)
         return out
 
 
@@ -119,9 +153,30 @@ class _Product:
                 num_experts=experts,
                 torch_dtype=torch.bfloat16,
             )
+        sample = packed[0, :64].clone(), scale[0, :64].clone()
         layer.load_from_tensors({"weight": packed, "weight_scale": scale})
         layer.transform()
         self.layer, self._config = layer, layer.humming_config.to_str()
+        self.readable = activation == "fp8" and self._known_layout(*sample)
+
+    def _known_layout(self, packed: Tensor, scale: Tensor) -> bool:
+        """True if our own product can read these weights: right shapes, and the first rows packed as it expects."""
+        layer, rows = self.layer, packed.shape[0]
+        experts, steps, words = layer.weight.shape
+        if not (layer.humming_config.use_packed_k_layout and wgmma.fits(steps * 64, words // 8, experts)):
+            return False
+        tiles = layer.weight[0, :, : rows * 8], layer.weight_scale.view(torch.uint8)[0, :, :rows]
+        got = wgmma.unpacked(*tiles, layer.weight_scale_2[0])
+        truth = quant_fp4.dequantise(packed, scale)
+        error = float((got - truth).norm() / truth.norm().clamp(min=1e-30))
+        if error > LAYOUT_ERROR:
+            log.warning("packed experts are not laid out as known (error %.3g): large steps run on humming", error)
+        return error <= LAYOUT_ERROR
+
+    def many(self, x: Tensor, scale: Tensor, order: Sorted, k: int, out: Tensor) -> None:
+        """out[slot] of every slot in `order`, from row slot // k of x, by our own product."""
+        layer = self.layer
+        wgmma.product(x, scale, layer.weight, layer.weight_scale, layer.weight_scale_2, order, k, out)
 
     def tile(self, tokens: int, k: int, activation: Activation) -> dict[str, Any]:
         """Tile of a step: plain values, as the product takes them."""
@@ -139,6 +194,10 @@ class _Product:
 
     def prepare(self, tile: str) -> None:
         """Compile one tile, if it is not in the cache on disk."""
+        if tile == LARGE:
+            weight = self.layer.weight
+            wgmma.load(weight.shape[1] * 64, weight.shape[2] // 8, weight.device)
+            return
         self._kernel.prepare_kernels(self._config, INDEXED, tile, self.layer.weight.device)
 
     def __call__(self, x: Tensor, scale: Tensor | None, order: Any, k: int, tile: str, out: Tensor) -> None:
