@@ -5,6 +5,7 @@ import torch
 
 from tests.model import test_gpu_forward as forward
 from worker_svc.core.work import RowWork, StepWork
+from worker_svc.gpu import attention
 from worker_svc.gpu.step import ChunkRow
 from worker_svc.ops.slot_step import Field
 
@@ -57,3 +58,15 @@ def test_off_without_a_gpu(gpu, text):
     assert not gpu.chunk_graphs.on
     gpu.chunk_graphs.forward = lambda *args: pytest.fail("padding wins nothing here")
     gpu.run(StepWork(inits=(init(1),), rows=(chunk(1, text[:9], 0, [5]),)))
+
+
+def test_queries_are_scored_in_groups_that_see_different_numbers_of_entries(gpu, twin, text, monkeypatch):
+    assert len(text) // 4 > gpu.model.config.index_topk, "the indexer has to choose"
+    work = StepWork(inits=(init(1),), rows=(chunk(1, text, 0, [5, 2]),))
+    theirs, tokens = run(twin, [work])
+    monkeypatch.setattr(attention, "SCORE_QUERIES", 100)
+    widths, plain = [], attention.ragged_scores
+    monkeypatch.setattr(attention, "ragged_scores", lambda *args: widths.append(args[-1]) or plain(*args))
+    ours, our_tokens = run(gpu, [work])
+    assert set(widths) == {len(text) // 4}, "earlier groups read all that they see: nothing to score"
+    assert torch.allclose(ours[0], theirs[0], atol=1e-4) and our_tokens == tokens

@@ -30,6 +30,8 @@ INDEX_HEADS = (32, 64)
 """What the scoring library takes; fewer heads are padded with weight zero."""
 SCORE_BYTES = 1 << 29
 """Scores that exist at once in a chunk: queries are scored in groups of so many bytes."""
+SCORE_QUERIES = 2048
+"""And of no more queries: early ones see few entries, and selection costs what the widest row of its launch does."""
 
 
 class Attention:
@@ -192,13 +194,17 @@ class Attention:
         visible, lists = step.lists.c4_len, step.lists
         last = area.key_first + visible
         window, group = lists.window_index.shape[1], max(64, SCORE_BYTES // (4 * max(1, area.most)))
+        group = min(group, SCORE_QUERIES)
         for first in range(0, len(visible), group):
             part = slice(first, first + group)
+            most = int(step.visible[part].max())
+            if most <= self.config.index_topk:
+                continue  # these read every entry, and their lists say so already
             scores = ragged_scores(
-                *(index.codes[part], index.folded[part], keys, scale, area.key_first[part], last[part], area.most)
+                *(index.codes[part], index.folded[part], keys, scale, area.key_first[part], last[part], most)
             )
             chosen = lists.c4_index[part, window : window + self.config.index_topk]
-            top_entries(scores, visible[part], area.base[part], chosen)
+            top_entries(scores[:, :most], visible[part], area.base[part], chosen)
 
     def _save_states(self, raw: Tensor, step: ChunkStep, pools: LayerPools) -> None:
         """C4 states before page boundaries into tails, with ape as the ring has it."""

@@ -115,6 +115,7 @@ class ChunkGraphs:
             **{name: columns[name] for name in (*names, "old_ring_rows", "old_rows")},
             lists=ChunkLists.allocate(size, 4 * self.most_entries, device, top_k=self.most_entries),
             areas=areas,
+            visible=np.zeros(size, dtype=np.int64),
             workspace_rows=self._area(size) + ROWS * max([self._entries(ratio) for ratio in self.ratios], default=0),
             window_saves=(),
             state_saves=(),

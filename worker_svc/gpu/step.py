@@ -144,6 +144,7 @@ class ChunkStep:
     old_ring_rows: Tensor  # ring rows of the keys before each chunk, and where they go in the workspace
     old_rows: Tensor
     areas: dict[int, EntryArea]
+    visible: Ints  # [T] on the host: C4 entries that each token sees
     workspace_rows: int
     window_saves: tuple[WindowSave, ...]
     state_saves: tuple[StateSave, ...]
@@ -184,6 +185,7 @@ def chunk_step(
         old_ring_rows=old_ring,
         old_rows=old_rows,
         areas={ratio: _on_device(area, pools.device) for ratio, area in areas.items()},
+        visible=(positions + 1) // 4,
         workspace_rows=size,
         window_saves=tuple(
             _window_save(row, int(bases[n] + olds[n]), pos, tail, int(olds[n]), pools) for row, n, pos, tail in saves
