@@ -153,6 +153,10 @@ class KillMesh:
             return _listener(f"{self.folder}/{name}.sock")
         return self.supervisor.pids().get(name, 0)
 
+    def living(self) -> set[int]:
+        """All pids."""
+        return set(self.supervisor.pids().values())
+
     def said(self, name: str, word: str) -> bool:
         """Whether a process has logged this since its start."""
         return any(word in line for line in self._said.get(name, ()))

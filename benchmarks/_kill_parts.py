@@ -19,6 +19,7 @@ from benchmarks._kill_load import Difference, Load, Run, compare
 from benchmarks._kill_mesh import KillMesh
 from benchmarks._relay import Mode, Relay
 
+AT_ONCE_S: Final = 1.0  # tokens were on their way when something was hurt: a stream has gone on that has some later
 DYING_S: Final = 0.5  # a killed process's socket takes connections for a moment
 STREAMING: Final = 4  # requests past their first token at every fault
 ON_S: Final = 120.0  # a stream that has not gone on by then hangs
@@ -191,7 +192,7 @@ class Tormentor:
         end = time.monotonic() + ON_S
         waiting = [run for run in hurt.runs if run.gateway != hurt.deadly_for and run.marks and run.marks[0] < hurt.at]
         while waiting and time.monotonic() < end:
-            waiting = [run for run in waiting if not run.ended and not (run.marks and run.marks[-1] > since)]
+            waiting = [run for run in waiting if not run.ended and run.marks[-1] <= since + AT_ONCE_S]
             await asyncio.sleep(0.02)
         if waiting:
             names = ", ".join(run.asked.name for run in waiting)

@@ -7,22 +7,21 @@ run: nothing may be lost, doubled or different, and no client may see an error, 
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks._kill_load import KINDS, Asked, Load, Run, catalogue
+from benchmarks._kill_load import Asked, Load, Run, catalogue
 from benchmarks._kill_mesh import KillMesh, MeshShape
-from benchmarks._kill_parts import Hurt, Part, Tormentor, Verdict, in_flight, judge, quantile
+from benchmarks._kill_outcome import Metrics, Outcome, figures, show
+from benchmarks._kill_parts import Hurt, Part, Tormentor, judge
 from benchmarks._relay import Mode, Relay
 from meshkit.cli.preflight import free_port
 
@@ -36,8 +35,9 @@ LEAST: Final = 16
 CALM_S: Final = 8.0
 QUICK_STREAMS: Final = 8
 QUICK_TOKENS: Final = 20
+PIECE: Final = 20  # kills of one mesh; after them what was found is kept
+MOST_BROKEN: Final = 3  # meshes that did not come back: something is wrong for good
 
-Metrics = dict[str, float | int | str]
 Steps = list[Callable[[], Awaitable[Hurt]]]
 
 
@@ -76,13 +76,20 @@ def progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def append(file: Path, more: Path) -> None:
+    with file.open("a") as log:
+        log.write(more.read_text())
+
+
 async def run_part(
-    name: str, asked: Sequence[Asked], options: argparse.Namespace, reference: dict[str, Run]
-) -> tuple[Part, KillMesh]:
-    """One part on a mesh of its own. Fills `reference` where it is empty."""
-    rng = random.Random(f"{options.seed}/{name}")
+    name: str, asked: Sequence[Asked], options: argparse.Namespace, reference: dict[str, Run], outcome: Outcome
+) -> None:
+    """One part, or `PIECE` kills of it, on a mesh of its own. Fills `reference` where it is empty, and `outcome`."""
+    done = len(outcome.of(name))
+    rng = random.Random(f"{options.seed}/{name}/{done}")
     relays: dict[str, Relay] = {}
-    shape = MeshShape(workers=options.workers)
+    standby = not options.no_standby
+    shape = MeshShape(workers=options.workers, standby=standby, grammar_standby=standby)
     if name == "quick":
         shape = MeshShape(workers=1, gateways=1, compilers=1)
     if name == "links":
@@ -92,6 +99,12 @@ async def run_part(
         shape = MeshShape(workers=options.workers, scheduler_port=port, dial=dial)
     streams = {"rolling": 2 * LEAST, "quick": QUICK_STREAMS}.get(name, options.streams)
     least = min(LEAST, streams - 2)
+    part, began = Part(name), time.monotonic()
+
+    def say(text: str) -> None:
+        count = f"{done + len(part.hurts)}/{options.kills} " if name == "kills" else ""
+        progress(f"{name} {count}{text}")
+
     with tempfile.TemporaryDirectory() as folder:
         async with KillMesh(Path(folder), shape) as mesh:
             ports = [mesh.ports[f"gateway-{n}"] for n in range(shape.gateways)]
@@ -99,20 +112,32 @@ async def run_part(
                 if not reference:
                     progress("asking for the reference")
                     reference |= await load.each(asked, LEAST)
-                tormentor = Tormentor(mesh, load, rng, least=least, say=progress)
+                tormentor = Tormentor(mesh, load, rng, least=least, say=say)
                 steps = {
-                    "kills": lambda: kills(tormentor, options.services, options.kills, rng),
+                    "kills": lambda: kills(tormentor, options.services, min(PIECE, options.kills - done), rng),
                     "freezes": lambda: freezes(tormentor, options.services),
                     "links": lambda: cuts(tormentor, relays),
                     "rolling": lambda: restarts(tormentor),
                     "quick": lambda: quick(tormentor),
                 }[name]()
-                limit_s = options.minutes * 60
-                calm_s = 0.0 if name == "quick" else CALM_S
-                part = await tormentor.part(name, streams, steps, calm_s=calm_s, limit_s=limit_s)
+                limit_s = options.minutes * 60 - outcome.seconds.get(name, 0.0)
+                calm_s = 0.0 if name == "quick" or done else CALM_S
+                try:
+                    await tormentor.part(name, streams, steps, calm_s=calm_s, limit_s=limit_s, part=part)
+                except (RuntimeError, OSError) as error:  # what was hurt before counts all the same
+                    progress(f"{name}: {error}")
+                    outcome.broken.append(f"{name}: {str(error)[:300]}")
+                    part.runs = load.done
         for relay in relays.values():
             await relay.stop()
-    return part, mesh
+        if options.log:
+            append(Path(options.log), Path(folder) / "mesh.log")
+    outcome.add(part, judge(part, reference))
+    outcome.blame(mesh.faults, mesh.tracebacks)
+    outcome.seconds[name] = outcome.seconds.get(name, 0.0) + time.monotonic() - began
+    through = name != "kills" or len(outcome.of(name)) >= options.kills
+    if through or outcome.seconds[name] >= options.minutes * 60:
+        outcome.ended.append(name)
 
 
 def run(args: list[str]) -> Metrics:
@@ -124,9 +149,13 @@ def run(args: list[str]) -> Metrics:
     parser.add_argument("--streams", type=int, default=20, help=f"requests in flight, at least {LEAST}")
     parser.add_argument("--tokens", type=int, default=64, help="of an ordinary answer")
     parser.add_argument("--workers", type=int, default=2, help="worker groups")
+    parser.add_argument("--no-standby", action="store_true", help="neither scheduler nor grammar service has one")
     parser.add_argument("--minutes", type=float, default=60.0, help="no new fault in a part after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a handful of everything on a small mesh, for CI")
+    parser.add_argument("--keep", metavar="FILE", help="what was found so far, after every few faults")
+    parser.add_argument("--log", metavar="FILE", help="the processes' logs are added to it")
+    parser.add_argument("--resume", action="store_true", help="go on from what --keep names")
     options = parser.parse_args(args)
     if options.quick:
         options.parts, options.tokens = "quick", QUICK_TOKENS
@@ -136,100 +165,14 @@ def run(args: list[str]) -> Metrics:
             parser.error(f"--{name}: {', '.join(wrong)} is not one of {', '.join(there)}")
     if options.streams < LEAST:
         parser.error(f"--streams: at least {LEAST}")
+    if options.resume and not options.keep:
+        parser.error("--resume: name the file with --keep")
+    outcome = Outcome.load(Path(options.keep)) if options.resume and Path(options.keep).exists() else Outcome()
     asked, reference = catalogue(1 if options.quick else 2, options.tokens), dict[str, Run]()
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    metrics: Metrics = {}
-    total, faults, tracebacks = Verdict(), Counter[str](), 0
     for name in options.parts:
-        part, mesh = asyncio.run(run_part(name, asked, options, reference))
-        verdict = judge(part, reference)
-        show(console, part, verdict)
-        metrics |= figures(part)
-        total.requests += verdict.requests
-        total.tokens += verdict.tokens
-        total.clients_of_killed_gateways += verdict.clients_of_killed_gateways
-        total.errors += verdict.errors
-        total.refused += verdict.refused
-        total.difference.add(verdict.difference)
-        faults.update(mesh.faults)
-        tracebacks += mesh.tracebacks
-    if faults:
-        console.print("[red]what cannot happen:", dict(faults))
-    return metrics | closing(total, faults, tracebacks)
-
-
-def closing(total: Verdict, faults: Mapping[str, int], tracebacks: int) -> Metrics:
-    """The totals of all parts."""
-    return {
-        "requests": total.requests,
-        "tokens": total.tokens,
-        "tokens_lost": total.difference.lost,
-        "tokens_doubled": total.difference.doubled,
-        "ids_different": total.difference.other,
-        "logprobs_different": total.difference.logprobs,
-        "texts_different": total.difference.text,
-        "client_errors": len(total.errors),
-        "refused_with_retry_after": len(total.refused),
-        "clients_of_killed_gateways": total.clients_of_killed_gateways,
-        "cannot_happen": sum(faults.values()),
-        "tracebacks": tracebacks,
-        "load_average": os.getloadavg()[0],
-    }
-
-
-def figures(part: Part) -> Metrics:
-    """Figures of one part, named after it."""
-    found: Metrics = {
-        f"{part.name}_faults": len(part.hurts),
-        f"{part.name}_in_flight_median": in_flight(part.hurts),
-        f"{part.name}_in_flight_least": min((len(hurt.runs) for hurt in part.hurts), default=0),
-        f"{part.name}_invalid": int(not any(hurt.runs for hurt in part.hurts)),
-        f"{part.name}_pause_p99_s_undisturbed": round(quantile(part.calm, 0.99), 3),
-    }
-    for what in dict.fromkeys(hurt.what for hurt in part.hurts):
-        name = what.replace(" ", "_").replace("-", "_")
-        hurts = [hurt for hurt in part.hurts if hurt.what == what]
-        pauses = part.pauses(what)
-        if what in SERVICES:
-            found[f"kills_{name}"] = len(hurts)
-            phases = Counter(phase for hurt in hurts for phase in hurt.phases)
-            found[f"kills_{name}_least_phase"] = min(phases[kind] for kind in KINDS)
-            for share, label in ((0.5, "p50"), (0.99, "p99"), (1.0, "max")):
-                found[f"resume_{label}_s_{name}"] = round(quantile(pauses, share), 3)
-        else:
-            found[f"pause_max_s_{name}"] = round(max(pauses, default=-1.0), 3)
-        if part.name == "freezes":
-            found[f"detected_s_{name}"] = round(max(hurt.detected_s for hurt in hurts), 3)
-        if any(hurt.took_s >= 0 for hurt in hurts):
-            found[f"left_after_s_{name}"] = round(max(hurt.took_s for hurt in hurts), 2)
-    return found
-
-
-def show(console: Console, part: Part, verdict: Verdict) -> None:
-    """One row per kind of fault, and what went wrong in words."""
-    phases = KINDS if part.name in ("kills", "quick") else ()
-    table = Table("fault", "times", "in flight", *phases, "pause p50 s", "p99", "max", "seen / left after s")
-    table.title = f"{part.name}: phases are the number of faults that met at least one request in it"
-    for what in dict.fromkeys(hurt.what for hurt in part.hurts):
-        hurts = [hurt for hurt in part.hurts if hurt.what == what]
-        pauses = part.pauses(what)
-        met = Counter(phase for hurt in hurts for phase in hurt.phases)
-        seen = max(max(hurt.detected_s, hurt.took_s) for hurt in hurts)
-        table.add_row(
-            what,
-            str(len(hurts)),
-            f"{in_flight(hurts):.0f}",
-            *(str(met[kind]) for kind in phases),
-            *(f"{quantile(pauses, share):.2f}" for share in (0.5, 0.99, 1.0)),
-            f"{seen:.2f}" if seen >= 0 else "",
-        )
-    console.print(table)
-    gone = verdict.difference
-    console.print(
-        f"{verdict.requests} requests, {verdict.tokens} tokens: {gone.lost} lost, {gone.doubled} doubled, "
-        f"{gone.other} different, {gone.logprobs} log-probabilities and {gone.text} texts differ, "
-        f"{len(verdict.errors)} errors, {len(verdict.refused)} refused with Retry-After, "
-        f"{verdict.clients_of_killed_gateways} clients of a killed gateway"
-    )
-    for line in [*verdict.errors[:8], *verdict.refused[:3], *verdict.different[:8]]:
-        console.print(f"[red]  {line}", markup=True, highlight=False)
+        while name not in outcome.ended and len(outcome.broken) < MOST_BROKEN:
+            asyncio.run(run_part(name, asked, options, reference, outcome))
+            if options.keep:
+                outcome.save(Path(options.keep))
+    show(Console(width=None if sys.stdout.isatty() else 170), outcome)
+    return figures(outcome, SERVICES)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._kill_load import Asked, Run, Told, compare
+from benchmarks._kill_outcome import Outcome, figures, resume
 from benchmarks._kill_parts import Hurt, Part, judge, pause, quantile
 
 pytestmark = pytest.mark.timeout(420)
@@ -99,3 +100,31 @@ def test_pauses_are_measured_from_the_fault_on():
     assert pause(one, 2.05, 6.0) == pytest.approx(1.9)
     assert pause(one, 2.05, 2.08) is None
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0 and quantile([], 0.5) == -1
+
+
+def test_a_resume_is_the_pause_that_begins_with_the_fault():
+    one = run((1, 2), marks=[1.0, 2.0, 2.1, 4.0, 9.0])
+    assert resume(one, 2.05, 8.0) == pytest.approx(1.9), "2.1 was on its way"
+    assert resume(one, 3.5, 9.5) == pytest.approx(5.0)
+    assert resume(one, 0.1, 9.5) == pytest.approx(1.0) and resume(one, 9.1, 9.5) == 0.0
+
+
+def test_what_was_found_is_kept_and_gone_on_from(tmp_path):
+    struck = run((1, 2), started=0.5, marks=[1.0, 5.0])
+    waited, cut = run((1, 2), started=3.0, marks=[6.0, 6.1]), run((1,), gateway=1, error="reset")
+    hurts = [Hurt("worker", "worker-0", 2.0, [struck, waited], {"decode": 1, "prefill": 1}, over=7.0)]
+    part = Part("kills", hurts, [struck, waited, cut], calm=[0.25])
+    outcome = Outcome()
+    outcome.add(part, judge(part, {"a": run((1, 2))}))
+    outcome.blame({"worker:slots": 2}, 1)
+    outcome.broken.append("a mesh")
+    outcome.save(tmp_path / "kept")
+    again = Outcome.load(tmp_path / "kept")
+    assert again == outcome and [path.name for path in tmp_path.iterdir()] == ["kept"]
+    again.add(part, judge(part, {"a": run((1, 2))}))
+    again.blame({"worker:slots": 1}, 0)
+    found = figures(again, ("worker",))
+    assert found["kills_faults"] == found["kills_worker"] == 2 and found["kills_worker_least_phase"] == 0
+    assert found["resume_p99_s_worker"] == 3.0, "one whose first token came later is not resumed"
+    assert found["resume_less_prefill_p99_s_worker"] == 1.25, "its first token takes 1.75 s in the median"
+    assert found["client_errors"] == 2 and found["cannot_happen"] == 3 and found["not_followed"] == 1
