@@ -55,7 +55,7 @@ def scan(pieces, expressions, strings=()):
     return out + scanner.finish(), None
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(PIECES, st.lists(EXPRESSIONS, min_size=1, max_size=2))
 def test_any_cut_of_the_text_gives_the_definition(pieces, expressions):
     known = [it for it in expressions if usable(it)]
@@ -63,7 +63,7 @@ def test_any_cut_of_the_text_gives_the_definition(pieces, expressions):
         assert scan(pieces, known) == definition("".join(pieces), known)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(PIECES, EXPRESSIONS)
 def test_nothing_is_held_that_cannot_become_a_match(pieces, expression):
     if usable(expression) is None:
