@@ -135,7 +135,8 @@ async def under_load(load: Load, folder: Path, options: argparse.Namespace) -> t
     took, said = await restart(folder, options.drain_timeout)
     over = time.monotonic()
     await load.stop()
-    pauses = [length for run in load.done if (length := pause(run, began, over)) is not None]
+    told = [run for run in load.done if run.marks and run.marks[0] < over and run.marks[-1] > began]
+    pauses = [length for run in told if (length := pause(run, max(began, run.marks[0]), over)) is not None]
     metrics: Metrics = {
         "streams": options.streams,
         "in_flight_at_start": in_flight,
