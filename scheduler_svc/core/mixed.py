@@ -83,6 +83,9 @@ def share_of(st: State, worker: Worker, draft: Draft) -> Sharing:
     room = min(draft.budget, cost.most_chunk)
     late = bool(running) and _is_late(st, cost, running[0])
     tokens = cost.chunk_for(rows, row_context, target_ns(st, cost, rows, row_context, late=late), _DEEP * room)
+    if not cost.steps:  # after a restart readers wait: the first step is theirs, whatever it takes to compute others'
+        readers = sum(min(_work(seq).remaining, GRAIN) for seq in running if _is_resumed(seq))
+        tokens = min(tokens, readers) if readers else tokens
     sharing = Sharing(float(max(tokens, GRAIN)), room, cost.context_weight, late)
     for seq in running:
         sharing.note(seq)

@@ -214,6 +214,26 @@ def test_who_was_accepted_before_a_restart_is_first():
     m.expect(new, known)
 
 
+def test_after_a_restart_the_first_step_is_for_those_who_read():
+    """Nothing is known of the worker's pace then: a prompt that fills the step would hold them all up."""
+    m = Mesh(depth=1)
+    w, g = m.worker(pages=24), m.gate()
+    reading = [m.submit(g, max_tokens=40, ignore_eos=True) for _ in range(3)]
+    m.steps(6)
+    waiting = m.submit(g, prompt=900, max_tokens=2)
+    m.steps(1)
+    w.run(w.frames.popleft())
+    new = Mesh(seed=99, depth=1)
+    new.now, new.next_id = m.now, m.next_id
+    new.gate(g)
+    new.resubmit(g, [*reading, waiting])
+    new.worker(w)
+    assert sorted(w.frames[0].chunk_lens.tolist())[:3] == [1, 1, 1]
+    assert int(w.frames[0].chunk_lens.sum()) <= 3 + 16
+    new.run()
+    new.expect(*reading, waiting)
+
+
 def test_a_lone_prefill_takes_full_chunks():
     mesh = virtual()
     warm(mesh)
