@@ -143,7 +143,7 @@ class SubmitRequest(_message.Message):
     kill_count: _builtins.int
     """worker crashes this request was running at"""
     traceparent: _builtins.str
-    """W3C, empty when unsampled"""
+    """W3C, after a blank the tracestate if there is one; empty when unsampled"""
     namespace: _builtins.bytes
     """32 bytes that keyed page_keys (tenant, salt, model, KV layout); empty: the scheduler's"""
     @_builtins.property

@@ -247,7 +247,7 @@ class SlotInit(_message.Message):
     thinking: _builtins.bool
     """the constraint arms after </think>"""
     traceparent: _builtins.str
-    """W3C, of sampled requests only"""
+    """W3C, as in SubmitRequest; of sampled requests only"""
     @_builtins.property
     def params(self) -> _common_pb2.SamplingParams: ...
     def __init__(
