@@ -29,6 +29,7 @@ STEADY_S = 30.0  # a child that lived this long starts a new row
 GIVE_UP_AFTER = 6  # deaths in a row without a ready moment in between
 STOP_S = 4.5  # for all children together, when a stop was asked for
 LEAST_DRAIN_S = 0.3  # what slow children must leave for each one that stops after them
+ENDED_EVERY_S = 0.1  # between two looks whether a child has ended
 KEPT_LINES = 12  # last words of each child, shown when it fails for good
 LONGEST_LINE = 16_384  # bytes; longer lines arrive in pieces
 BESIDE_S = 120.0  # a successor that serves beside its predecessor is ready by then, or is not wanted
@@ -276,7 +277,7 @@ class Supervisor:
             else:
                 self._mark_ready(child)
             assert reading is not None
-            status = await process.wait()
+            status = await _ended(process)
             if probing is not None:
                 probing.cancel()
             self._kill_group(process)  # a grandchild would hold the pipe open after its parent is gone
@@ -428,6 +429,18 @@ class Supervisor:
         pid = process.pid if process else 0
         at_s = time.monotonic() - self._t0
         self.on_event(ServiceEvent(child.spec.name, kind, at_s, pid, status, restart_in_s, last_lines))
+
+
+async def _ended(process: Process) -> int:
+    """The status of a process once it has ended. `wait` alone also waits for what it started, which has the pipe."""
+    waiting = asyncio.create_task(process.wait())
+    try:
+        while not waiting.done() and process.returncode is None:
+            await asyncio.wait([waiting], timeout=ENDED_EVERY_S)
+    finally:
+        waiting.cancel()
+    assert process.returncode is not None
+    return process.returncode
 
 
 def _terminate(process: Process) -> None:

@@ -134,6 +134,24 @@ async def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(tmp_path:
     await run.until(lambda: gone(grandchild))
 
 
+async def test_what_a_killed_child_leaves_behind_delays_no_restart():
+    """A grandchild has the pipe that we read, and lives on."""
+    code = f"""
+        import subprocess, sys
+        subprocess.Popen([sys.executable, "-c", {FOREVER!r}])
+        {FOREVER}
+        """
+    run = Recorder(ServiceSpec(name="grammar", argv=script(code)))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: len(run.lines) == 2)
+    (pid,) = run.supervisor.pids().values()
+    (grandchild,) = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)
+    await run.until(lambda: len(run.of("started")) == 2 and gone(grandchild.pid))
+    run.supervisor.stop()
+    assert await task == 0
+
+
 async def test_the_second_stop_does_not_wait():
     run = Recorder(ServiceSpec(name="a", argv=script(STUBBORN), drain_s=60))
     task = asyncio.create_task(run.supervisor.run())
