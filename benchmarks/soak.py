@@ -98,10 +98,9 @@ class Watch:
         found = [it.rss for it in self.samples if (it.name, it.pid) == (name, pid) and begin <= it.at <= end]
         return statistics.median(found) if found else -1.0
 
-    def fds(self, name: str, pid: int, at: float) -> int:
-        """Open descriptors at the sample nearest to a time."""
-        found = [it for it in self.samples if (it.name, it.pid) == (name, pid)]
-        return min(found, key=lambda it: abs(it.at - at)).fds if found else -1
+    def fds(self, name: str, pid: int, begin: float, end: float) -> int:
+        """The fewest descriptors of a process in a span: more of them are open while more is asked."""
+        return min(it.fds for it in self.samples if (it.name, it.pid) == (name, pid) and begin <= it.at <= end)
 
 
 class Aimed(Tormentor):
@@ -151,7 +150,8 @@ def faults(tormentor: Aimed, shape: MeshShape, settled: Callable[[], bool]) -> I
         if not settled():
             yield partial(tormentor.kill, "grammar")
             yield partial(tormentor.kill, "scheduler")
-        yield partial(tormentor.freeze, "scheduler", FREEZE_S)
+            yield partial(tormentor.freeze, "scheduler", FREEZE_S)
+        yield partial(tormentor.freeze, "gateway", FREEZE_S)
         yield partial(tormentor.restart, worker)
 
 
@@ -216,7 +216,7 @@ async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[t
                 await mesh.whole()
                 watch.look()
                 began, first = time.monotonic(), len(load.done)
-                idle_at, end = began, began + options.minutes * 60
+                end = began + options.minutes * 60
                 baseline = began + min(options.baseline_min, options.minutes / 2) * 60
                 tormentor = Aimed(mesh, load, rng, least=max(2, options.streams // 2), say=say)
                 side = [asyncio.create_task(watch.run()), asyncio.create_task(vanishing.run(load.avoid))]
@@ -233,16 +233,14 @@ async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[t
             left = await holds(mesh)
             watch.look()
             alive = mesh.supervisor.pids()
-            memory = []
+            memory, fds = [], 0
             for name_, pid in alive.items():
-                before = watch.median(name_, pid, baseline, baseline + WINDOW_S)
-                after = watch.median(name_, pid, ended - WINDOW_S, ended)
+                spans = (baseline, baseline + WINDOW_S), (ended - WINDOW_S, ended)
+                before, after = (watch.median(name_, pid, *span) for span in spans)
                 if before > 0 < after:
                     memory.append((name_, before, after))
-            fds = max(
-                (watch.fds(n, pid, time.monotonic()) - watch.fds(n, pid, idle_at) for n, pid in alive.items()
-                 if any(it.pid == pid and it.at < idle_at + 1 for it in watch.samples)), default=0,
-            )  # fmt: skip
+                    first_fds, last_fds = (watch.fds(name_, pid, *span) for span in spans)
+                    fds = max(fds, last_fds - first_fds)
             metrics: Metrics = {
                 "minutes": round((ended - began) / 60, 1),
                 "baseline_minute": round((baseline - began) / 60, 1),
