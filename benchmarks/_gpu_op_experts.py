@@ -58,13 +58,11 @@ def experts(bench: Bench, tokens: Sequence[int], *, checks: Sequence[int] = (1, 
         except ImportError as error:
             print(f"{backend} {label}: {error}")
             continue
-        if label != "w4a8_own":
-            layer._large = False
-        elif not layer._large:
+        layer._large = label == "w4a8_own" and layer._up.readable and layer._down.readable
+        layer.own_from = 0
+        if label == "w4a8_own" and not layer._large:
             print(f"{label}: cannot run here")
             continue
-        else:
-            layer.own_from = 0
         torch.cuda.synchronize()
         print(f"{backend} {label}: loaded in {time.perf_counter() - started:.1f} s", flush=True)
         started = time.perf_counter()

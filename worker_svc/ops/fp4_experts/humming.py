@@ -2,7 +2,7 @@
 
 Its weights are repacked at load (lossless exponent folding, ranges chosen by the data); tiles come from its own
 heuristics for the GPU, with the exceptions measured in `_Product.tile`. Kernels compile once per tile, with NVRTC.
-Steps of many tokens run our own product (`wgmma`) on the same packed weights, where that is faster.
+`--kernel large_experts=nvrtc`: steps of many tokens run our own product (`wgmma`) on the same packed weights.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -27,7 +27,7 @@ from worker_svc.ops.swiglu_experts import Hidden, middle, middle_bf16
 INDEXED = json.dumps({"gemm_type": "indexed"})
 LARGE = "wgmma"
 MANY_ROWS = 32
-"""Rows of an expert, on average, from which our own product is the faster one (one H200, Flash's shapes)."""
+"""Rows of an expert, on average, from which our own product runs: a first form of it was faster from there on."""
 LAYOUT_ERROR = 2e-3
 
 log = logging.getLogger(__name__)
