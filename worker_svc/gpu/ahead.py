@@ -31,6 +31,8 @@ from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, 
 ROWS_STEP = 64
 """The product library tiles rows by this or a multiple, so only there can its choice change; below, at 16 and 32."""
 WARM_SIZES = (16, 64, 128, 256, 512, 1024, 2048, 4096)
+SAMPLED = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64)
+"""Rows that sample together in a chunk step: the head and the sampler have other kernels for few, and for 16 n."""
 MOST_JOBS = 16
 JOB_LIMIT_S = 600.0
 
@@ -119,37 +121,45 @@ def _in_process(part: tuple[Shape, Sequence[int]]) -> bool:
 
 
 def warm_up(executor: GpuExecutor, step_tokens: int) -> None:
-    """Steps that meet every row kernel of a chunk: nothing compiles while serving."""
+    """Steps that meet every row kernel: nothing compiles while serving."""
     for work in _steps(executor, step_tokens):
         executor.run(work)
+    executor.warm_masks([rows for rows in SAMPLED if rows <= executor.pools.slots])
 
 
 def _steps(executor: GpuExecutor, step_tokens: int) -> Iterator[StepWork]:
-    """Prompts of all sizes, even and odd (kernels are compiled apart for numbers that 16 divides); one in two chunks
-    with a tail saved, taken up again from it; two prompts at once; drawing from one row and from two."""
-    info = executor.info
-    most = min(step_tokens, info.max_context - 1)
+    """Prompts of all sizes, even and odd (kernels are compiled apart for numbers that 16 divides); many at once."""
+    most = min(step_tokens, executor.info.max_context - 1)
     for tokens in sorted({min(size, most) - odd for size in (*WARM_SIZES, most) for odd in (0, 3)}):
         yield StepWork(inits=(_init(0),), rows=(_row(executor, 0, 0, tokens),))
-    two = min(2, executor.pools.slots)
-    yield StepWork(
-        inits=tuple(_init(slot) for slot in range(two)), rows=tuple(_row(executor, slot, 0, 24) for slot in range(two))
-    )
-    if most <= PAGE_TOKENS + 40 or info.max_context <= 2 * PAGE_TOKENS:
-        return
-    first = _row(executor, 0, 0, PAGE_TOKENS - 56)
-    yield StepWork(inits=(_init(0),), rows=(first,))
-    yield StepWork(rows=(_row(executor, 0, len(first.ids), 96),), saves=(TailWork(0, PAGE_TOKENS, 0),))
+    for count in SAMPLED:
+        for each in (3, 24):
+            if 1 < count <= executor.pools.slots and count * each <= step_tokens and count < executor.pools.pages:
+                slots = range(count)
+                rows = tuple(_row(executor, slot, 0, each) for slot in slots)
+                yield StepWork(inits=tuple(_init(slot) for slot in slots), rows=rows)
+    if most > PAGE_TOKENS + 40 and executor.info.max_context > 2 * PAGE_TOKENS:
+        yield from _resumed(executor)
+
+
+def _resumed(executor: GpuExecutor) -> Iterator[StepWork]:
+    """A prompt in two chunks with a tail saved, taken up again from it; a spare tail filled by a decode step."""
+    first = PAGE_TOKENS - 56
+    yield StepWork(inits=(_init(0),), rows=(_row(executor, 0, 0, first),))
+    yield StepWork(rows=(_row(executor, 0, first, 96),), saves=(TailWork(0, PAGE_TOKENS, 0),))
     for tokens in (40, 37, 64):
         yield StepWork(
             inits=(_init(0, start=PAGE_TOKENS),),
             tail_loads=(TailWork(0, PAGE_TOKENS, 0),),
             rows=(_row(executor, 0, PAGE_TOKENS, tokens),),
         )
+    yield StepWork(inits=(_init(0, tokens=8),), rows=(_row(executor, 0, 0, PAGE_TOKENS - 1),))
+    for _ in range(2):
+        yield StepWork(rows=(RowWork(slot=0, pages=range(2), spare=0),))
 
 
-def _init(slot: int, start: int = 0) -> SlotInit:
-    params = SamplingParams(temperature=0.0, max_tokens=1)
+def _init(slot: int, start: int = 0, tokens: int = 1) -> SlotInit:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens)
     return SlotInit(slot=slot, params=params, seed=0, choice=0, n_emitted=0, start=start)
 
 

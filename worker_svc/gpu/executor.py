@@ -91,6 +91,17 @@ class GpuExecutor:
         compiles.ready()
         self._watch = compiles
 
+    @torch.inference_mode()
+    def warm_masks(self, counts: Sequence[int]) -> None:
+        """Draw once under masks with so many rows each: no step in front of serving has any."""
+        vocab = self.info.vocab_size
+        for rows in counts:
+            at = StepRows.empty(rows, self.device)
+            at.slots.fill_(self.pools.slots)  # the scratch slot
+            tokens, faults = (torch.empty_like(at.slots) for _ in range(2))
+            masks = torch.full((rows, -(-vocab // 32)), EVERYTHING, dtype=torch.int32, device=self.device)
+            self._draw(torch.zeros(rows, vocab, device=self.device), at, tokens, faults, masks)
+
     def capture(self) -> None:
         """Make all graphs now, the largest first, so that serving captures nothing."""
         with torch.inference_mode():
