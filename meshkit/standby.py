@@ -72,8 +72,9 @@ class Place:
 
     def beat(self) -> bool:
         """The serving process is at work. False: another one serves here since, and this one must not go on."""
-        if self._path.stat().st_ino != os.fstat(self._file).st_ino:
-            return False
+        with contextlib.suppress(FileNotFoundError):  # somebody tidied up: whoever waits has this file open too
+            if self._path.stat().st_ino != os.fstat(self._file).st_ino:
+                return False
         self._beats += 1
         self._sign()
         return True

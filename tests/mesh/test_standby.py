@@ -90,6 +90,8 @@ async def test_who_cannot_be_ended_is_shut_out(tmp_path, monkeypatch):
     assert not third.take()
     old.leave()
     assert not third.take(), "the old lock means nothing any more"
+    (tmp_path / "s.sock.lock").unlink()
+    assert new.beat() and not third.take(), "whoever waits waits for the same file"
     new.leave()
     assert third.take()
     third.leave()
