@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from gateway.answer import OpenAiEvents
 from gateway.generation import Choice, Generation, Update
 from gateway.prompt_answer import vllm_list
-from gateway.sse import DONE, event, json_text
+from gateway.sse import DONE, event, json_text, shared
 from gateway.text.deltas import CallPiece, Delta, Kind
 from gateway.text.prompt import END_THINK, THINK
 from gateway.text.tokenizer import Tokenizer
@@ -147,7 +147,7 @@ class ChatAnswer(OpenAiEvents):
         mark = "\x00"
         delta = {"content": None, "reasoning_content": None, _FIELDS[part]: mark}
         before, _, after = self._chunk(index, delta).partition(json_text(mark))
-        return before, after
+        return before, shared(after)
 
     # ---- whole ------------------------------------------------------------------------------------------------------
 

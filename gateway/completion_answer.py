@@ -11,7 +11,7 @@ from gateway.answer import OpenAiEvents
 from gateway.chat_answer import finite
 from gateway.generation import Choice, Generation, Update
 from gateway.prompt_answer import completion_lists, vllm_list
-from gateway.sse import DONE, event, json_text
+from gateway.sse import DONE, event, json_text, shared
 from gateway.text.output_parser import Delta
 from gateway.text.tokenizer import Tokenizer
 from gateway.token_path import Around
@@ -115,7 +115,7 @@ class CompletionAnswer(OpenAiEvents):
     def _around(self, index: int) -> tuple[bytes, bytes]:
         mark = "\x00"
         before, _, after = self._chunk(index, mark).partition(json_text(mark))
-        return before, after
+        return before, shared(after)
 
     # ---- whole ------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,11 @@ class Choice:
     matched_eos: bool = False
     last_emit_s: float = 0.0  # 0: nothing yet
 
+    def catch_up(self) -> None:
+        """Tell the parser of ids that it was not asked about."""
+        if unasked := len(self.ids) - self.output.kept_ids:
+            self.output.took(unasked)
+
     @property
     def stop_reason(self) -> str | int | None:
         """What vLLM's clients read: like `matched`, but None when the model ended by itself."""
@@ -168,9 +173,8 @@ class Generation:
         self._on_close = on_close
         self._by_id = {job.request_id: job for job in jobs}
         self._open = sum(len(job.choices) for job in jobs)  # choices that have not ended
+        self.gaps = metrics.inter_token
         self.mailbox = Mailbox(KEEP_ALIVE_SECONDS)
-        self.observe_gap = metrics.inter_token.observe
-        """Hears of the time between two tokens of a choice."""
         self.first_token_s: float | None = None
         self.answer_id = ""  # as the client reads it
         self._started = False
@@ -342,6 +346,7 @@ class Generation:
         ids: Sequence[int] = emit.ids
         logprobs = emit.logprobs
         parser = choice.output
+        choice.catch_up()
         deltas = parser.push(ids, logprobs or None)
         if parser.matched_stop is not None:
             keep = parser.kept_ids
@@ -366,6 +371,7 @@ class Generation:
             choice.finish = "error"
             self._failed = True
             raise ended(answer.error_code, answer.error_message)
+        choice.catch_up()
         deltas = choice.output.finish()
         finish = _FINISH[answer.reason]
         if (
@@ -392,7 +398,7 @@ class Generation:
             self.first_token_s = now - self._received_s
             self._metrics.first_token.observe(self.first_token_s)
         if choice.last_emit_s and count:
-            self.observe_gap((now - choice.last_emit_s) / count, count)
+            self._metrics.inter_token.observe((now - choice.last_emit_s) / count, count)
         choice.last_emit_s = now
 
     def _leave_queue(self, job: Job) -> None:

@@ -74,6 +74,7 @@ class Mailbox:
         "_served",
         "_timer",
         "_waiter",
+        "anew",
         "direct",
     )
 
@@ -81,6 +82,8 @@ class Mailbox:
         """`idle_s`: how long `take` waits for an answer before it says that none came."""
         self.direct: Callable[[Answer], bool] | None = None
         """Tried first while the reader has nothing to do: True if that was all the answer needed. Must not wait."""
+        self.anew: Callable[[Answer], bool] | None = None
+        """Takes the place of `direct` when the reader has taken answers itself."""
         self._answers: list[Answer] = []
         self._failure: Exception | None = None
         self._loop = asyncio.get_running_loop()
@@ -131,11 +134,12 @@ class Mailbox:
         if self._failure is not None:
             raise self._failure
         answers, self._answers = self._answers, []
+        self.direct = self.anew
         return answers
 
     def close(self) -> None:
         """Nobody takes any more."""
-        self.direct = None
+        self.direct = self.anew = None
         if self._timer is not None:
             self._timer.cancel()
 

@@ -9,6 +9,7 @@ events say is the callers' matter.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import msgspec
 from aiohttp import HttpVersion11, web
@@ -38,6 +39,12 @@ def event(value: object) -> bytes:
 def named_event(kind: str, value: object) -> bytes:
     """One event with a name."""
     return b"event: " + kind.encode() + b"\ndata: " + _encode(value) + b"\n\n"
+
+
+@lru_cache(256)
+def shared(data: bytes) -> bytes:
+    """One object for equal bytes: what all streams have alike stays in the processor's caches."""
+    return data
 
 
 def json_text(text: str) -> bytes:

@@ -35,15 +35,22 @@ def open_path(generation: Generation, renderer: Rendering, stream: EventStream) 
         job.request_id: [Lane(generation, job, choice, renderer, stream) for choice in job.choices]
         for job in generation.jobs
     }
-    (first, *others), *rest = lanes.values()
-    if others or rest:
-        generation.mailbox.direct = lambda answer: lanes[answer.request_id][_choice(answer)].take(answer)
-    else:
-        generation.mailbox.direct = first.take
+    every = [lane for of_job in lanes.values() for lane in of_job]
+    mailbox = generation.mailbox
 
+    def take(answer: Answer) -> bool:
+        return isinstance(answer, Emit) and lanes[answer.request_id][answer.choice].take(answer)
 
-def _choice(answer: Answer) -> int:
-    return answer.choice if isinstance(answer, Emit) else 0
+    direct = take if len(every) > 1 else every[0].take
+
+    def anew(answer: Answer) -> bool:
+        """The first since the reader took some itself."""
+        for lane in every:
+            lane.look_ahead()
+        mailbox.direct = direct
+        return direct(answer)
+
+    mailbox.direct = mailbox.anew = anew
 
 
 class Lane:
@@ -54,25 +61,33 @@ class Lane:
         "_around",
         "_before",
         "_choice",
+        "_free",
+        "_gaps",
         "_generation",
         "_ids",
         "_job",
-        "_observe",
+        "_marks",
+        "_output",
         "_plain",
+        "_reasoning",
         "_renderer",
         "_stream",
-        "_whole_text",
+        "_texts",
     )
 
     def __init__(
         self, generation: Generation, job: Job, choice: Choice, renderer: Rendering, stream: EventStream
     ) -> None:
         self._stream = stream
-        self._plain = False
-        self._whole_text = choice.output.whole_text
+        self._plain = False  # the next id may take the short way
+        self._free = False  # and the parser need not be asked
+        self._reasoning = False
+        self._output = choice.output
+        self._texts = choice.output.texts
+        self._marks = choice.output.marks
         self._choice = choice
         self._ids = choice.ids
-        self._observe = generation.observe_gap
+        self._gaps = generation.gaps
         self._before = self._after = b""
         self._generation = generation
         self._job = job
@@ -85,13 +100,20 @@ class Lane:
         if type(answer) is not Emit or not stream.keeps_up:
             return False
         ids = answer.ids
-        if not self._plain or len(ids) != 1 or (text := self._whole_text(ids[0])) is None:
+        if not self._plain or len(ids) != 1:
+            return self._take_long(answer)
+        token = ids[0]
+        if self._free:
+            text = self._texts.get(token)
+            if not text or token in self._marks or (self._reasoning and text[-1] == "\n"):
+                return self._take_long(answer)
+        elif (text := self._output.whole_text(token)) is None:
             return self._take_long(answer)
         now = time.monotonic()
         choice = self._choice
-        self._observe(now - choice.last_emit_s)
+        self._gaps.observe(now - choice.last_emit_s)
         choice.last_emit_s = now
-        self._ids.append(ids[0])
+        self._ids.append(token)
         stream.send(self._before, json_text(text), self._after)
         return True
 
@@ -102,14 +124,15 @@ class Lane:
             self._stream.send(data)
         if generation.done:  # a stop string ended the last choice
             generation.mailbox.wake()
-        self._look_ahead()
+        self.look_ahead()
         return True
 
-    def _look_ahead(self) -> None:
+    def look_ahead(self) -> None:
         """Whether the next id may take the short way: all that is done once per choice or part has been done."""
-        choice, generation = self._choice, self._generation
-        around = self._around.get(choice.output.kind)
-        begun = bool(choice.last_emit_s) and generation.first_token_s is not None and self._job.scores is None
+        choice, output = self._choice, self._output
+        around = self._around.get(output.kind)
+        begun = choice.last_emit_s > 0 and self._generation.first_token_s is not None and self._job.scores is None
         self._plain = begun and around is not None and choice.finish is None
-        if self._plain and around is not None:
+        self._free, self._reasoning = output.free, output.kind == "reasoning"
+        if around is not None:
             self._before, self._after = around

@@ -12,6 +12,7 @@ import uuid
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from gateway.text import prompt as markers
@@ -76,7 +77,6 @@ class OutputParser:
         "_hidden",
         "_include_stop",
         "_length",
-        "_marks",
         "_min_tokens",
         "_newlines",
         "_out",
@@ -88,12 +88,13 @@ class OutputParser:
         "_tools",
         "_trimming",
         "_waiting",
-        "_whole",
         "complete_calls",
         "kept_ids",
         "kind",
+        "marks",
         "matched_stop",
         "reasoning_tokens",
+        "texts",
     )
 
     def __init__(
@@ -124,8 +125,10 @@ class OutputParser:
         self._searched = stops.any
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._whole = tokenizer.whole_texts
-        self._marks = self._hidden | self._stop_ids | frozenset(stop_ids) | {self._think, self._end_think}
+        self.texts = tokenizer.whole_texts
+        """Texts of the ids that have a whole one; the same for all parsers."""
+        self.marks = _shared(self._hidden | self._stop_ids | frozenset(stop_ids) | {self._think, self._end_think})
+        """Ids that mean more than their text."""
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
         self._exact = exact
         self._trimming = fresh_turn and not raw and not (exact and starts_in == "content")
@@ -167,8 +170,8 @@ class OutputParser:
 
         None, with nothing done, if the id must go the long way: what is held back by it or before it, markers, ends.
         """
-        text = self._whole.get(token_id)
-        if not text or not self._clear or token_id in self._marks:
+        text = self.texts.get(token_id)
+        if not text or not self._clear or token_id in self.marks:
             return None
         if self.kind == "reasoning":
             if text[-1] == "\n":
@@ -181,6 +184,21 @@ class OutputParser:
             self.reasoning_tokens += 1
         self.kept_ids += 1
         return text
+
+    @property
+    def free(self) -> bool:
+        """Whether, until the next push, an id with a whole text and none of `marks` is sure to be released at once.
+
+        In reasoning the text must not end in a newline. Such ids need no push, but `took` must tell of them before one.
+        """
+        unsearched = self.kind == "reasoning" or not self._searched
+        return self._clear and unsearched and self._tools is None
+
+    def took(self, count: int) -> None:
+        """So many ids were released unasked, while `free`."""
+        self.kept_ids += count
+        if self.kind == "reasoning":
+            self.reasoning_tokens += count
 
     def _holds_nothing(self) -> bool:
         """Whether everything pushed is released, and nothing but the next token's own text decides about it."""
@@ -372,6 +390,12 @@ class OutputParser:
 
     def _call_piece(self, call: _Call) -> CallPiece:
         return CallPiece(call.index, *self._calls[call.index], call.opens, call.closes)
+
+
+@lru_cache(64)
+def _shared(ids: frozenset[int | None]) -> frozenset[int | None]:
+    """One object for equal sets: what all streams have alike stays in the processor's caches."""
+    return ids
 
 
 def _ids(tokenizer: Tokenizer, tokens: Collection[str]) -> frozenset[int]:
