@@ -8,6 +8,7 @@ it was. The supervisor is asked over a socket in the run folder; this command ch
 import asyncio
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -54,7 +55,7 @@ def _only_folder() -> Path:
     """The run folder of this user's running mesh; ProblemsError where there is none or more than one."""
     parents = {environment().get("XDG_RUNTIME_DIR") or "/tmp", tempfile.gettempdir(), "/tmp"}
     found = {path.parent for parent in parents for path in Path(parent).glob(f"v4mesh-*/{SOCKET}")}
-    mine = sorted(folder for folder in found if folder.stat().st_uid == os.getuid())
+    mine = sorted(folder for folder in found if folder.stat().st_uid == os.getuid() and _answers(folder / SOCKET))
     if not mine:
         fact = "no mesh of this user runs here"
         raise ProblemsError(Problem("MESH", Exit.PEER, fact, "v4mesh up, or name its folder: --run-dir DIR"))
@@ -64,11 +65,21 @@ def _only_folder() -> Path:
     return mine[0]
 
 
-async def _follow(screen: Screen, socket: Path, asked: dict[str, Any]) -> int:
+def _answers(path: Path) -> bool:
+    """Whether somebody listens there: a mesh that was killed leaves its folder behind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+async def _follow(screen: Screen, path: Path, asked: dict[str, Any]) -> int:
     try:
-        reader, writer = await asyncio.open_unix_connection(str(socket))
+        reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError as e:
-        fact = f"no mesh answers at {socket}: {e.strerror}"
+        fact = f"no mesh answers at {path}: {e.strerror}"
         raise ProblemsError(Problem("MESH", Exit.PEER, fact, "is `v4mesh up` running?")) from e
     began, problem = time.monotonic(), ""
     try:
@@ -93,6 +104,9 @@ class Control:
         self._supervisor, self._path = supervisor, folder / SOCKET
 
     async def __aenter__(self) -> "Control":
+        if _answers(self._path):
+            fact = f"another mesh runs in {self._path.parent}"
+            raise ProblemsError(Problem("RUN_DIR", Exit.CONFIG, fact, "stop it, or choose another --run-dir"))
         self._path.unlink(missing_ok=True)  # of a mesh that was killed
         self._server = await asyncio.start_unix_server(self._answer, str(self._path), limit=LONGEST_ASK)
         self._path.chmod(0o600)

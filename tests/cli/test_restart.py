@@ -4,6 +4,8 @@ import contextlib
 import http.client
 import json
 import re
+import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -79,6 +81,9 @@ def test_every_process_is_replaced_and_no_client_notices(mesh: tuple[Up, Path], 
     after = up.services()
     assert set(after) == set(before) and all(after[name].pid != pid for name, pid in before.items())
     assert up.output.count("left after") == 4 and "killed" not in up.output and "restarting in" not in up.output
+    second = Up("up", "--port", "0", "--run-dir", str(folder), "--backend", "sim", "--grammar", "off")
+    assert second.process.wait(30) == Exit.CONFIG and "another mesh runs in" in second.output
+    second.close()
     up.process.terminate()
     assert up.process.wait(20) == 0
     assert gone(list(after.values())) and not (folder / "up.sock").exists()
@@ -89,11 +94,17 @@ def test_what_it_cannot_do_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "v4mesh up" in capsys.readouterr().err
     assert main(["restart", "--drain-timeout", "-1"]) == Exit.USAGE
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    for name in ("v4mesh-a", "v4mesh-b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "up.sock").touch()
-    assert main(["restart"]) == Exit.USAGE
-    assert "--run-dir" in capsys.readouterr().err
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.ExitStack() as held:
+        for name in ("v4mesh-a", "v4mesh-b", "v4mesh-dead"):
+            (tmp_path / name).mkdir()
+            sock = held.enter_context(socket.socket(socket.AF_UNIX))
+            sock.bind(str(tmp_path / name / "up.sock"))
+            if name != "v4mesh-dead":
+                sock.listen()
+        assert main(["restart"]) == Exit.USAGE
+        said = capsys.readouterr().err
+        assert "v4mesh-a" in said and "v4mesh-b" in said and "v4mesh-dead" not in said and "--run-dir" in said
 
 
 def test_a_standby_goes_first_and_gateways_last():
