@@ -300,15 +300,13 @@ def test_buckets_reach_the_largest_batch_and_no_further():
     assert buckets(400)[-3:] == [320, 384, 400]
 
 
-def test_warming_up_runs_odd_and_even_prompts_a_resumed_one_and_two_at_once(gpu, monkeypatch):
-    monkeypatch.setattr(ahead, "WARM_SIZES", (16,))
-    monkeypatch.setattr(ahead, "SAMPLED", (1, 2))
-    seen = []
-    run = gpu.run
-    monkeypatch.setattr(gpu, "run", lambda work: seen.append(work) or run(work))
-    ahead.warm_up(gpu, 300)
-    assert {len(work.rows[0].ids) for work in seen} >= {13, 16, 297, 300}
-    assert any(len(work.rows) == 2 for work in seen) and any(work.saves for work in seen)
-    assert any(row.spare >= 0 for work in seen for row in work.rows)
-    resumed = [work.rows[0] for work in seen if work.tail_loads]
-    assert resumed and all(row.start == 256 for row in resumed)
+def test_warming_up_has_odd_and_even_prompts_a_resumed_one_and_two_at_once(gpu):
+    steps = list(ahead._steps(gpu, 300))
+    assert {len(work.rows[0].ids) for work in steps} >= {13, 16, 297, 300}
+    assert any(len(work.rows) == 2 for work in steps) and any(work.saves for work in steps)
+    for work in ahead._resumed(gpu):
+        outcome = gpu.run(work)
+        assert all(row.fault is None for row in outcome.rows)
+        assert all(row.start == 256 for row in work.rows if work.tail_loads)
+    gpu.warm_masks([1, 2])
+    assert gpu.slots.length(0) == 257
