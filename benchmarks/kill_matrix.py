@@ -171,7 +171,11 @@ def run(args: list[str]) -> Metrics:
     asked, reference = catalogue(1 if options.quick else 2, options.tokens), dict[str, Run]()
     for name in options.parts:
         while name not in outcome.ended and len(outcome.broken) < MOST_BROKEN:
-            asyncio.run(run_part(name, asked, options, reference, outcome))
+            try:
+                asyncio.run(run_part(name, asked, options, reference, outcome))
+            except (RuntimeError, OSError) as error:  # a mesh that did not even start
+                progress(f"{name}: {error}")
+                outcome.broken.append(f"{name}: {str(error)[:300]}")
             if options.keep:
                 outcome.save(Path(options.keep))
     show(Console(width=None if sys.stdout.isatty() else 170), outcome)
