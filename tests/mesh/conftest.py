@@ -8,10 +8,25 @@ import re
 
 import pytest
 
+from benchmarks._mesh import running_mesh
 from meshkit.shell import Shell
 from meshkit.testing import ServiceProcess
 
 _FAULT = re.compile(r'^v4mesh_core_events_total\{event="(\w+)",fault="1"\} (\S+)$', re.MULTILINE)
+
+
+@pytest.fixture(scope="session")
+def constrained_mesh():
+    """URL of a mesh with a grammar service, for all files whose tests leave one as they found it."""
+    with running_mesh("--deterministic", "--grammar", "on") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def plain_mesh():
+    """The same without a grammar service."""
+    with running_mesh("--deterministic") as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import psutil
 import pydantic
 import pytest
 
-from benchmarks._mesh import post, running_mesh
+from benchmarks._mesh import post
 
 MODEL = "v4-nano"
 ASK = [{"role": "user", "content": "Give me a person as JSON."}]
@@ -72,9 +72,8 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running_mesh("--deterministic", "--grammar", "on") as base:
-        yield base
+def url(constrained_mesh):
+    return constrained_mesh
 
 
 @pytest.fixture(scope="module")

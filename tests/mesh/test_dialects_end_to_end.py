@@ -7,8 +7,6 @@ import openai
 import pydantic
 import pytest
 
-from benchmarks._mesh import running_mesh
-
 MODEL = "v4-nano"
 STORY = "Tell me a story about a fox and a lamp."
 SUM = "What is 37 + 45?"
@@ -23,9 +21,8 @@ RESULT = json.dumps({"temp": 17, "sky": "windy"})
 
 
 @pytest.fixture(scope="module")
-def url():
-    with running_mesh("--deterministic", "--grammar", "on") as base:
-        yield base
+def url(constrained_mesh):
+    return constrained_mesh
 
 
 @pytest.fixture(scope="module")

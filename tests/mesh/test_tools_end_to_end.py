@@ -5,9 +5,6 @@ import json
 import openai
 import pytest
 
-from benchmarks._mesh import running_mesh
-from meshkit.models import DEFAULT_MODEL
-
 MODEL = "v4-nano"
 QUESTION = {"role": "user", "content": "What is the weather in Paris in celsius?"}
 WEATHER = {
@@ -26,11 +23,8 @@ OPTIONS = {"model": MODEL, "tools": [WEATHER], "temperature": 0, "max_tokens": 1
 
 
 @pytest.fixture(scope="module")
-def client():
-    with (
-        running_mesh("--deterministic", "--model", str(DEFAULT_MODEL.parent / MODEL)) as base,
-        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120) as made,
-    ):
+def client(plain_mesh):
+    with openai.OpenAI(base_url=f"{plain_mesh}/v1", api_key="none", max_retries=0, timeout=120) as made:
         yield made
 
 
