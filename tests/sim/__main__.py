@@ -56,10 +56,11 @@ def main() -> int:
     parser.add_argument("--cpu-s", type=float, default=120.0, help="processor seconds to look for one planted bug")
     parser.add_argument("--write", action="store_true", help="keep the seeds that show planted bugs, for the test lane")
     parser.add_argument("--only", default="", help="of the planted bugs, those whose name contains this")
+    parser.add_argument("--json", type=Path, help="where to write the score of the planted bugs")
     parser.add_argument("--save", type=Path, help="where to write the shrunk scenario of a failure")
     options = parser.parse_args()
     if options.mutants:
-        return score(options.only, options.cpu_s, options.jobs, write=options.write)
+        return score(options.only, options.cpu_s, options.jobs, write=options.write, file=options.json)
     if options.seed >= 0:
         return _one(options)
     return _many(options)

@@ -316,7 +316,7 @@ class Checker:
         fair = {
             Verdict.NEVER_FITS: self._never_fits(spec),
             Verdict.QUEUE_FULL: knobs.queue_requests < 1000,
-            Verdict.DRAINING: any(fault.kind == "bye" for fault in self.world.scenario.faults),
+            Verdict.DRAINING: any(fault.kind in ("bye", "rolling") for fault in self.world.scenario.faults),
             Verdict.BAD_GRAMMAR: spec.grammar in REFUSED and effect.place == PLACE,
             Verdict.GRAMMAR_LATER: bool(spec.grammar) and self._grammar_trouble(),
             Verdict.NO_WORKER: self.world.faults_fired > 0 or self.world.now_ns < 300 * MS,

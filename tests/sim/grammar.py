@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 REFUSED = {"bad": Outcome.INVALID, "big": Outcome.TOO_LARGE}
 PLACE = "/properties/x"
+STANDBY_MS = 2_000  # see world
 _TROUBLE = (Outcome.BUSY, Outcome.BUSY, Outcome.TIMEOUT, Outcome.CRASHED)
 MS = 1_000_000
 
@@ -107,6 +108,8 @@ class GrammarService:
                 self.do(action)
 
         world.after(DEAD_MS, silent)
+        if world.scenario.knobs.standby and duration_ms > STANDBY_MS:
+            world.after(STANDBY_MS, lambda: self.epoch != epoch or self.crash(200))
         world.after(duration_ms, thaw)
 
     def do(self, action: Callable[[], Any]) -> None:

@@ -454,6 +454,14 @@ def _none_released(original: Any) -> Any:
 # ---- masks ----------------------------------------------------------------------------------------------------------
 
 
+def _bound_again(original: Any) -> Any:
+    def bind(self: MaskBook, inits: Any) -> None:
+        self._freed.clear()
+        original(self, inits)
+
+    return bind
+
+
 def _any_position_taken(original: Any) -> Any:
     def deliver(self: MaskBook, entries: Any) -> int:
         places = {number: len(slot.emitted) for number, slot in self._slots.items()}
@@ -560,6 +568,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("new_mask_stream_told_nothing", ((MaskBook, "attached", _said_once),)),
     Mutant("freed_slot_keeps_its_masks", ((MaskBook, "free", _nothing),)),
+    Mutant("freed_slot_is_bound_again", ((MaskBook, "bind", _bound_again),)),
     Mutant("ids_before_the_grammar_forgotten", ((Session, "_start", _early_ids_forgotten),)),
     Mutant("thinking_constrained", ((Session, "__init__", _unarmed_at_once),)),
     Mutant("stop_ids_unknown_to_masks", ((Session, "__init__", _eos_only),)),

@@ -10,6 +10,11 @@ from meshkit.types import PAGE_TOKENS, SamplingParams
 from scheduler_svc.core.policy import PolicyName
 from tests.sim.reference import VOCAB, expected_output
 
+VOCABULARY = range(VOCAB)
+FIRST_MS = 60.0
+"""From then on requests come: everybody has attached by then."""
+BUSY_TURNS = 25
+"""An answer takes about so many turns, its prompt and its wait included."""
 LONG_DEADLINE_MS = 120_000
 """A deadline that no run may reach: missing it is a hang."""
 
@@ -40,6 +45,7 @@ class Knobs:
     park_ms: int = 4000
     adopt_ids: int = 128
     configured: bool = True  # the scheduler knows its workers' names
+    standby: bool = False  # scheduler and grammar service have one: it ends them when they are frozen
     bypass: int = 32
     scan: int = 64
     policy: PolicyName = "fcfs"
@@ -109,19 +115,30 @@ def draw(seed: int) -> Scenario:
     """The scenario of a seed."""
     knobs = _knobs(generator(seed, "knobs"))
     workload = generator(seed, "workload")
-    shared = [[workload.randrange(VOCAB) for _ in range(3 * PAGE_TOKENS)] for _ in range(2)]
-    window = workload.choice((20, 200, 900))  # how bunched arrivals are
+    shared = [_ids(3 * PAGE_TOKENS, workload) for _ in range(2)]
+    turn_ms = _turn_ms(knobs)
+    window = min(900.0, workload.choice((2, 10, 40)) * turn_ms)  # how bunched arrivals are
     requests: list[RequestSpec] = []
     for number in range(workload.randint(1, 10)):
         request = _request(number, knobs, shared, window, workload)
         if requests and workload.random() < 0.2:
-            _go_on(request, workload.choice(requests), workload)
+            _go_on(request, workload.choice(requests), turn_ms, workload)
         requests.append(request)
-    faults = _faults(generator(seed, "faults"))
-    return _constrained(Scenario(seed=seed, knobs=knobs, requests=requests, faults=faults))
+    busy = Busy(calls_ms=FIRST_MS + window, all_ms=FIRST_MS + window + BUSY_TURNS * turn_ms)
+    faults = _faults(busy, generator(seed, "faults"))
+    return _constrained(Scenario(seed=seed, knobs=knobs, requests=requests, faults=faults), busy)
 
 
-def _constrained(scenario: Scenario) -> Scenario:
+def _turn_ms(knobs: Knobs) -> float:
+    """About how long one more token takes: a step, and its way to the worker and back."""
+    return knobs.step_ms + 2 * knobs.delay_ms
+
+
+def _ids(n: int, rng: Random) -> list[int]:
+    return rng.choices(VOCABULARY, k=n)
+
+
+def _constrained(scenario: Scenario, busy: "Busy") -> Scenario:
     """Half of all scenarios have a grammar service in use; it draws from generators of its own."""
     rng, knobs = generator(scenario.seed, "grammars"), scenario.knobs
     if rng.random() < 0.5:
@@ -139,7 +156,7 @@ def _constrained(scenario: Scenario) -> Scenario:
             request.grammar = rng.choice(GRAMMARS)
             request.thinking = rng.random() < 0.2
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
-        scenario.faults.append(_fault(rng, rng.choice(GRAMMAR_KINDS)))
+        scenario.faults.append(_fault(rng, rng.choice(GRAMMAR_KINDS), busy))
     return scenario
 
 
@@ -153,7 +170,7 @@ def _knobs(rng: Random) -> Knobs:
         slots=rng.randint(1, 8),
         pages=rng.choice((3, 4, 4, 5, 6, 8, 12, 24, 64)),
         tails=rng.choice((1, 2, 4, 8, 8, 16, 16)),
-        chunk_tokens=rng.choice((16, 32, 100, 256, 300, 1024) if step_ms < 40 else (100, 256, 1024)),
+        chunk_tokens=rng.choice((16, 48, 100, 100, 256, 300, 1024, 1024) if step_ms < 40 else (100, 256, 1024)),
         step_ms=step_ms,
         delay_ms=rng.choice((0.2, 1.0, 8.0)),
         park=rng.choice((0.0, 0.0, 0.1, 0.3)),
@@ -168,6 +185,7 @@ def _knobs(rng: Random) -> Knobs:
         park_ms=rng.choice((500, 4000)),
         adopt_ids=rng.choice((0, 2, 128)),
         configured=rng.random() < 0.7,
+        standby=rng.random() < 0.3,
         bypass=rng.choice((0, 2, 32)),
         scan=rng.choice((2, 64)),
         policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
@@ -175,10 +193,11 @@ def _knobs(rng: Random) -> Knobs:
     )
 
 
-def _request(number: int, knobs: Knobs, shared: list[list[int]], window: int, rng: Random) -> RequestSpec:
+def _request(number: int, knobs: Knobs, shared: list[list[int]], window: float, rng: Random) -> RequestSpec:
+    turn_ms = _turn_ms(knobs)
     return RequestSpec(
         number=number + 1,
-        at_ms=60 + rng.uniform(0, window),
+        at_ms=FIRST_MS + rng.uniform(0, window),
         gateway=rng.randrange(knobs.gateways),
         prompt=_prompt(shared, rng),
         params=_params(rng),
@@ -186,25 +205,25 @@ def _request(number: int, knobs: Knobs, shared: list[list[int]], window: int, rn
         seed=rng.getrandbits(64),
         tenant=rng.choice(("t0", "t1")),
         priority=rng.choice((0, 0, 0, 1)),
-        deadline_ms=rng.randint(100, 2500) if rng.random() < 0.08 else LONG_DEADLINE_MS,
-        cancel_after=rng.choice((0, rng.randint(1, 12))) if rng.random() < 0.14 else -1,
-        stop_after=rng.randint(1, 10) if rng.random() < 0.1 else -1,
-        abort_ms=rng.uniform(100, 1500) if rng.random() < 0.04 else -1.0,
+        deadline_ms=20 + int(rng.uniform(2, 60) * turn_ms) if rng.random() < 0.08 else LONG_DEADLINE_MS,
+        cancel_after=rng.choice((0, rng.randint(1, 8))) if rng.random() < 0.14 else -1,
+        stop_after=rng.randint(1, 8) if rng.random() < 0.1 else -1,
+        abort_ms=rng.uniform(1, 30) * turn_ms if rng.random() < 0.04 else -1.0,
     )
 
 
-def _go_on(request: RequestSpec, before: RequestSpec, rng: Random) -> None:
+def _go_on(request: RequestSpec, before: RequestSpec, turn_ms: float, rng: Random) -> None:
     """The next turn of an earlier request: its prompt, its answer and a few ids more, some time later."""
     answer = expected_output(before.prompt, before.seed, 0, before.params).ids  # as if without a constraint
-    prompt = before.prompt + answer + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 30))]
+    prompt = before.prompt + answer + _ids(rng.randint(0, 30), rng)
     if len(prompt) < 4 * PAGE_TOKENS:
         request.prompt, request.tenant = prompt, before.tenant
-        request.at_ms = before.at_ms + rng.uniform(0, 1500)
+        request.at_ms = before.at_ms + rng.uniform(0, min(1500.0, 60 * turn_ms))
 
 
 def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
     """Short ones, ones that end near a page boundary, long ones; some share a prefix."""
-    near = rng.choice((1, 1, 2)) * PAGE_TOKENS - rng.choice((-3, -1, 0, 1, 2, 5, 12, 20))
+    near = rng.choice((1, 1, 2)) * PAGE_TOKENS - rng.choice((-3, -1, 0, 1, 2, 5, 8, 12))
     length = rng.choice((rng.randint(1, 40), near, near))
     if rng.random() < 0.2:
         length = rng.randint(1, 3 * PAGE_TOKENS)
@@ -213,12 +232,12 @@ def _prompt(shared: list[list[int]], rng: Random) -> list[int]:
         return shared[rng.randrange(2)][:length]
     if kind < 0.75:
         same = rng.choice((1, 1, 2, 2, 3)) * PAGE_TOKENS
-        return shared[rng.randrange(2)][:same] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))]
-    return [rng.randrange(VOCAB) for _ in range(length)]
+        return shared[rng.randrange(2)][:same] + _ids(rng.randint(1, 60), rng)
+    return _ids(length, rng)
 
 
 def _params(rng: Random) -> SamplingParams:
-    max_tokens = rng.choice((1, rng.randint(2, 8), rng.randint(2, 24), rng.randint(16, 40), rng.randint(16, 40)))
+    max_tokens = rng.choice((1, rng.randint(2, 8), rng.randint(2, 16), rng.randint(8, 24), rng.randint(8, 24)))
     penalty = rng.random()
     return SamplingParams(
         max_tokens=max_tokens,
@@ -237,20 +256,44 @@ GRAMMAR_KINDS = (
     "grammar_crash",
     "grammar_freeze",
     "grammar_mask_break",
+    "grammar_mask_break",
     "grammar_slow",
     "compile_lost",
     "compile_reply_lost",
 )
-KINDS = ("break", "half_open", "stall", "crash", "bye", "freeze", "slow", "call_lost", "call_twice", "reply_lost")
+KINDS = (
+    "break",
+    "half_open",
+    "one_way",
+    "stall",
+    "crash",
+    "bye",
+    "rolling",
+    "freeze",
+    "slow",
+    "call_lost",
+    "call_twice",
+    "reply_lost",
+)
 
 
-def _faults(rng: Random) -> list[Fault]:
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Until when requests come, and until when some are answered if nothing goes wrong."""
+
+    calls_ms: float
+    all_ms: float
+
+
+def _faults(busy: Busy, rng: Random) -> list[Fault]:
     enabled = [kind for kind in KINDS if rng.random() < 0.5]
     count = rng.choice((0, 1, 1, 2, 2, 3, 4)) if enabled else 0
-    return [_fault(rng, rng.choice(enabled)) for _ in range(count)]
+    return [_fault(rng, rng.choice(enabled), busy) for _ in range(count)]
 
 
-def _fault(rng: Random, kind: str) -> Fault:
-    """Faults of calls come while requests arrive, the others at any time."""
-    last_ms = 300 if kind.startswith(("call", "reply", "compile")) else 1800
+def _fault(rng: Random, kind: str, busy: Busy) -> Fault:
+    """Faults of calls come while requests arrive, the others while they are answered; some while others are cured."""
+    last_ms = busy.calls_ms if kind.startswith(("call", "reply", "compile")) else busy.all_ms
+    if rng.random() < 0.25:
+        last_ms = max(last_ms, 1800.0)
     return Fault(kind=kind, at_ms=rng.uniform(50, last_ms), target=rng.randrange(100), a=rng.random(), b=rng.random())

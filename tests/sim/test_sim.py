@@ -1,6 +1,7 @@
 """The simulator in the test lane: a few hundred seeds hold, runs repeat exactly, every planted bug is found."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -8,19 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.mutants import MUTANTS, hunt, planted
+from tests.sim.mutants import MUTANTS, Found, hunt, planted
 from tests.sim.runner import run_batch
 from tests.sim.saved import FOLDER, known_seeds, load, save
 from tests.sim.scenario import draw
+from tests.sim.score import GATE, summary
 from tests.sim.shrink import attempt, shrink
 
 ROOT = Path(__file__).parents[2]
 SEEDS = 60  # the lane runs thousands of fresh ones beside the tests
 MUTANT_SEEDS = 400
 RARE = {
+    "fences_off": 4000,
     "row_generation_unchecked": 4000,
-    "orphans_not_dropped": 2000,
-    "failed_step_keeps_slots": 2000,
+    "orphans_not_dropped": 4000,
+    "late_grammar_waited_for": 4000,
+    "failed_step_keeps_slots": 4000,
+    "freed_slot_is_bound_again": 4000,
     "spare_published_while_written": 8000,
     "mask_of_another_position": 8000,
     "mask_of_another_generation": 8000,
@@ -32,7 +37,7 @@ import hashlib
 from tests.sim.scenario import draw
 from tests.sim.shrink import attempt
 digest = hashlib.sha256()
-for seed in range(12):
+for seed in range(6):
     trace = []
     attempt(draw(seed), trace)
     digest.update("\\n".join(trace).encode())
@@ -98,6 +103,32 @@ def test_planted_bug_is_found(mutant):
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.name in RARE], ids=lambda mutant: mutant.name)
 def test_rare_planted_bug_is_found(mutant):
     assert hunt(mutant, first=0, limit=RARE[mutant.name]) is not None
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+def test_the_score_of_the_whole_catalogue(tmp_path):
+    """Every planted bug and every part of those of several, two processor minutes each, as one run."""
+    file = tmp_path / "score.json"
+    command = [sys.executable, "-m", "tests.sim", "--mutants", "--cpu-s", "120", "--json", str(file)]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos' / 'gen'}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    score = json.loads(file.read_text())
+    assert done.returncode == 0 and score["mutants_killed"] >= GATE, done.stdout
+    assert score["singles"] + score["pairs"] == len(MUTANTS) >= 50 and score["slowest_cpu_s"] <= 121
+
+
+def test_the_score_counts_whole_bugs_and_shows_their_parts():
+    single, pair = (next(m for m in MUTANTS if bool(m.halves) is halves) for halves in (False, True))
+    found = dict.fromkeys((single.name, pair.name, *(part.name for part in pair.halves)))
+    found[pair.name] = Found(7, 1.5, "I1: wrong")
+    found[pair.halves[0].name] = Found(9, 2.0, "I2: twice")
+    score = summary([single, pair], found, cpu_s=3.0)
+    assert (score["mutants_killed"], score["missed"], score["slowest_cpu_s"]) == (0.5, [single.name], 3.0)
+    assert [score[name] for name in ("singles", "singles_killed", "pairs", "pairs_killed")] == [1, 0, 1, 1]
+    assert score["parts_seen_alone"] == 1 and score["cpu_s"] == 4.5
+    assert next(iter(score["mutants"][pair.name]["alone"].values()))["seed"] == 9
+    assert json.loads(json.dumps(score)) == score
 
 
 def test_a_failure_is_shrunk_and_still_fails():

@@ -45,6 +45,8 @@ MODEL = ModelInfo(
     kv_layout_id=KV_LAYOUT,
     layers=LAYERS,
 )
+STANDBY_MS = 2_000
+"""A standby ends a frozen process after so long, and serves in its place within a few hundred milliseconds."""
 SETTLE_MS = 15_000
 """After the last request has ended the mesh must be back at its baseline within this time."""
 
@@ -560,7 +562,7 @@ class World:
             return
         elif not process.alive:
             pass
-        elif fault.kind in ("break", "half_open", "stall"):
+        elif fault.kind in ("break", "half_open", "one_way", "stall"):
             self._break(process, fault)
         elif fault.kind == "crash":
             if fault.b < 0.4:
@@ -569,6 +571,8 @@ class World:
                 self._crash(process, 5 + fault.a * 1500)
         elif fault.kind == "bye":
             self._bye(process, fault.a)
+        elif fault.kind == "rolling":
+            self._roll(fault)
         elif fault.kind == "freeze" and not process.frozen:
             self._freeze(process, 20 + fault.a**2 * 5000, fault.b)
             return
@@ -587,13 +591,24 @@ class World:
         if fault.kind == "grammar_freeze" and grammars.alive and not grammars.frozen:
             grammars.freeze(20 + fault.a**2 * 5000)
             return
-        if fault.kind == "grammar_mask_break" and grammars.streams:
-            slow_ms = 2000 * fault.b if fault.b > 0.5 else 0.0
-            notice = (slow_ms, 0.0) if fault.a * 16 % 1 < 0.5 else (0.0, slow_ms)
-            grammars.streams[int(fault.a * len(grammars.streams))].cut(notice)
-        elif fault.kind == "grammar_crash" and grammars.alive:
+        if fault.kind == "grammar_mask_break":
+            self._break_masks(fault, again=int(fault.b * 16) % 4)
+            return
+        if fault.kind == "grammar_crash" and grammars.alive:
             grammars.crash(5 + fault.a * 2500)
         self.faults_open -= 1
+
+    def _break_masks(self, fault: Fault, again: int) -> None:
+        """A mask stream breaks, and so do some of its successors, some steps later: what is said anew overlaps."""
+        if streams := self.grammars.streams:
+            slow_ms = 2000 * fault.b if fault.b > 0.5 else 0.0
+            notice = (slow_ms, 0.0) if fault.a * 16 % 1 < 0.5 else (0.0, slow_ms)
+            streams[int(fault.a * len(streams))].cut(notice)
+        if again:
+            pause_ms = 45 + 3 * self.scenario.knobs.step_ms * (fault.a * 64 % 1)
+            self.after(pause_ms, lambda: self._break_masks(fault, again - 1))
+        else:
+            self.faults_open -= 1
 
     def _end_slow_grammars(self) -> None:
         self.grammars.slow = 1.0
@@ -611,6 +626,11 @@ class World:
         if fault.kind == "stall":
             until = self.now_ns + int((1000 + 3000 * fault.b) * MS)
             stream.stalled_ns[int(fault.a * 16) % 2] = until
+            return
+        if fault.kind == "one_way":
+            stream.cut_ns[int(fault.a * 16) % 2] = self.now_ns
+            for side in (0, 1):
+                self._tell_closed(stream, side, 7000 * MS, "no answer to pings")
             return
         slow_end = 7000 * (fault.b - 0.5) * 2 if fault.b > 0.5 else 0.0
         if fault.kind == "half_open":
@@ -647,6 +667,20 @@ class World:
 
         self.after(down_ms, restart)
 
+    def _roll(self, fault: Fault) -> None:
+        """Everybody is replaced, one after the other, sometimes before the one in front is back."""
+        first = fault.target % len(self.processes)
+        order = self.processes[first:] + self.processes[:first]
+        self.faults_open += len(order)
+
+        def replace(process: Process) -> None:
+            self.faults_open -= 1
+            if process.alive:
+                self._bye(process, fault.a)
+
+        for number, process in enumerate(order):
+            self.after(number * (50 + 800 * fault.b), partial(replace, process))
+
     def _bye(self, process: Process, wait: float) -> None:
         """A planned end: the scheduler drains first, the others say Bye; then a new process."""
         if process.frozen:
@@ -672,6 +706,8 @@ class World:
         epoch = process.epoch
         if process.masks is not None:
             self.after(DEAD_MS, lambda: process.epoch != epoch or not process.frozen or process.masks.silent())
+        if self.scenario.knobs.standby and process is self.scheduler and duration_ms > STANDBY_MS:
+            self.after(STANDBY_MS, lambda: process.epoch != epoch or self._crash(process, 100 + 300 * tick_first))
 
         def again(event: Any) -> None:
             if process.epoch == epoch:
