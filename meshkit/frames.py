@@ -19,16 +19,22 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 
 
+# One empty column of each type for all frames: there is nothing in it that anybody could change.
+_NO_I32: I32 = np.empty(0, np.int32)
+_NO_U8: U8 = np.empty(0, np.uint8)
+_NO_F32: F32 = np.empty(0, np.float32)
+
+
 def _i32() -> I32:
-    return np.empty(0, np.int32)
+    return _NO_I32
 
 
 def _u8() -> U8:
-    return np.empty(0, np.uint8)
+    return _NO_U8
 
 
 def _f32() -> F32:
-    return np.empty(0, np.float32)
+    return _NO_F32
 
 
 class Verdict(IntEnum):
