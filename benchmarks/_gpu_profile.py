@@ -74,9 +74,10 @@ def count_launches(lab: Any, report: Any, options: argparse.Namespace) -> None:
 
 
 def attention_kernels(names: list[str], ratios: Sequence[int]) -> dict[int, int]:
-    """Kernels of the attention sublayer, projections included, mixers and norms apart, by layer kind: the most seen.
+    """Kernels of the attention sublayer, projections included, mixers and norms apart, by layer kind: the fewest seen.
 
     Every sublayer begins behind the kernel that collapses the streams and norms; attention and experts take turns.
+    The first layer of a kind also holds what a step does once.
     """
     parts: list[list[str]] = []
     for name in names:
@@ -86,7 +87,7 @@ def attention_kernels(names: list[str], ratios: Sequence[int]) -> dict[int, int]
             parts[-1].append(name)
     found: dict[int, int] = {}
     for ratio, part in zip(ratios, parts[::2]):
-        found[ratio] = max(found.get(ratio, 0), len(part))
+        found[ratio] = min(found.get(ratio, len(part)), len(part))
     return found
 
 
