@@ -34,41 +34,47 @@ def _both(logits, params, **more):
     return results
 
 
-@pytest.fixture(params=["one lane each", "few lanes", "no room"])
-def ways(request, monkeypatch):
-    """As at the size of a real vocabulary: several values to a lane; and rows whose values do not fit."""
-    if request.param == "few lanes":
-        monkeypatch.setattr(kernels, "SCAN", 256)
-    if request.param == "no room":
-        monkeypatch.setattr(kernels, "SCAN", 1024)
-        monkeypatch.setattr(kernels, "SLOW", 512)
-        monkeypatch.setattr(kernels, "ROOM", 4)
+WAYS = {
+    "one lane each": {},
+    "few lanes": {"SCAN": 256},  # several values to a lane, as in a real vocabulary
+    "no room": {"SCAN": 1024, "SLOW": 512, "ROOM": 4},  # the whole row is searched
+}
+MODES = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"top_k": 5},
+    {"temperature": 3.0, "top_k": 40, "top_p": 0.7},
+    {"temperature": 2.0, "top_p": 0.9, "min_p": 0.02},
+]
 
 
-@pytest.mark.usefixtures("ways")
+def _go(monkeypatch, way):
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(kernels, name, value)
+
+
 @pytest.mark.parametrize(
-    "fixed",
-    [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.7, "min_p": 0.1},
-        {"top_k": 5},
-        {"temperature": 3.0, "top_k": 40, "top_p": 0.7},
-        {"temperature": 2.0, "top_p": 0.9, "min_p": 0.02},
-    ],
+    ("way", "fixed"),
+    [("one lane each", mode) for mode in MODES]
+    + [("few lanes", mode) for mode in MODES[3:]]
+    + [("no room", mode) for mode in MODES[4:]],
 )
-def test_tokens_are_the_host_samplers(fixed):
+def test_tokens_are_the_host_samplers(way, fixed, monkeypatch):
+    _go(monkeypatch, way)
     draw = torch.Generator().manual_seed(len(fixed))
     logits = torch.randn(3, VOCAB, generator=draw) * 2
     ours, truth = _both(logits, _params(3, draw, **fixed))
     assert ours == truth and ours[1] == [0, 0, 0]
 
 
-@pytest.mark.usefixtures("ways")
-def test_equal_values_at_a_boundary_keep_the_lower_ids():
+@pytest.mark.parametrize("way", list(WAYS))
+def test_equal_values_at_a_boundary_keep_the_lower_ids(way, monkeypatch):
+    _go(monkeypatch, way)
     draw = torch.Generator().manual_seed(4)
     logits = torch.randint(0, 4, (2, VOCAB), generator=draw).float()
-    for fixed in ({"temperature": 0.0}, {"top_k": 900}, {"top_p": 0.4}, {"top_k": 500, "top_p": 0.5}):
+    modes = [{"temperature": 0.0}, {"top_k": 900}, {"top_p": 0.4}, {"top_k": 500, "top_p": 0.5}]
+    for fixed in modes[3:] if way == "no room" else modes:
         ours, truth = _both(logits, _params(2, draw, **fixed))
         assert ours == truth, fixed
 
