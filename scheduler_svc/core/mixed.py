@@ -54,7 +54,9 @@ class Sharing:
 
     def open(self) -> bool:
         """Whether the frame can take one more prefill at all."""
-        return self.room > self.fresh and (not self.fresh or self.fresh + GRAIN <= self.tokens)
+        if not self.fresh:
+            return self.room > 0
+        return self.fresh + GRAIN <= min(self.tokens, self.room)  # whoever is placed gets some, in whatever order
 
     def has_tokens_for(self, seq: Seq, start: int) -> bool:
         """Whether this waiting choice would get some, were it placed with `start` tokens cached."""

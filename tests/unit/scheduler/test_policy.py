@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.mixed import Sharing
 from scheduler_svc.core.policy import GRAIN, Turns, Work, growth_pages, split, tokens_for
 from scheduler_svc.core.queue import WaitQueue
 
@@ -153,6 +154,20 @@ def test_short_prompts_pass_a_huge_one_which_keeps_its_share():
 def test_a_resumed_prefill_is_passed_by_much_shorter_ones_only():
     works = [Work(9000, 0), Work(300, 0), Work(20, 0), Work(400, 0, resumed=True)]
     assert split(500, 500, works, share=0.0, context_weight=0) == [0, 80, 20, 400]
+
+
+def test_nobody_is_placed_for_whom_there_is_no_room():
+    """Tokens are given in order of service, places in the tenants' turns: a short one must not lose its few."""
+    sharing = Sharing(tokens=100.0, room=17, context_weight=0.0)
+    assert sharing.open()
+    sharing.fresh += 8
+    assert not sharing.open(), "another might take 16"
+    sharing.room = 24
+    assert sharing.open()
+    assert split(100, 24, [Work(900, 0, fresh=True), Work(8, 256, fresh=True)], share=0.125, context_weight=0) == [
+        16,
+        8,
+    ]
 
 
 def test_who_is_placed_in_this_step_gets_something():
