@@ -241,6 +241,8 @@ async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[t
                     memory.append((name_, before, after))
                     first_fds, last_fds = (watch.fds(name_, pid, *span) for span in spans)
                     fds = max(fds, last_fds - first_fds)
+                    if last_fds > first_fds:
+                        say(f"{name_}: at least {first_fds} descriptors at the baseline, {last_fds} at the end")
             metrics: Metrics = {
                 "minutes": round((ended - began) / 60, 1),
                 "baseline_minute": round((baseline - began) / 60, 1),
