@@ -2,9 +2,10 @@
 
 256 chat streams against a simulated worker at constant step times; detokenising, parsing, journal and SSE included.
 Only the gateway's processes are charged, all their threads, user and kernel; client, scheduler and worker run beside
-them, as does the client's side of loopback TCP, which the kernel charges to the sender. `bare send` is a server that
-sends ready bytes to the same client at the same pace: what a token costs here before a line of ours has run. Medians
-over the seconds in the middle of the runs, which alternate. Options: `--streams`, `--seconds`, `--step-ms`, `--rounds`.
+them, as does the client's side of loopback TCP, which the kernel charges to the sender. Two processes are measured
+sharing the streams of one, and with as many each (what a second process is for). `bare send` is a server that sends
+ready bytes to the same client at the same pace: what a token costs here before a line of ours has run. Medians over
+the seconds in the middle of the runs, which alternate. Options: `--streams`, `--seconds`, `--step-ms`, `--rounds`.
 """
 
 import argparse
@@ -197,6 +198,7 @@ def stage_table(file: Path, cost: Second, floor: Second) -> Table:
 
 
 ONE, TWO, FLOOR, ECHO = "gateway, 1 process", "gateway, 2 processes", "bare send", "FastAPI + uvicorn echo"
+TWICE = "gateway, 2 processes, twice the streams"
 
 
 def run(args: list[str]) -> dict[str, float | int | str]:
@@ -210,6 +212,7 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     servers: dict[str, Callable[[], AbstractContextManager[tuple[str, list[int]]]]] = {
         ONE: lambda: gateway(1, streams, step_ms),
         TWO: lambda: gateway(2, streams, step_ms),
+        TWICE: lambda: gateway(2, 2 * streams, step_ms),
         FLOOR: lambda: other("benchmarks._sse_floor", str(step_ms), str(streams)),
     }
     if find_spec("fastapi") is not None and find_spec("uvicorn") is not None:
@@ -218,7 +221,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     for _ in range(options.rounds):
         for name, start in servers.items():
             with start() as (url, pids):
-                found[name] += seconds_of(pids, url, streams, options.seconds, step_ms)
+                many = 2 * streams if name == TWICE else streams
+                found[name] += seconds_of(pids, url, many, options.seconds, step_ms)
     costs = {name: median_of(seconds) for name, seconds in found.items()}
     with tempfile.TemporaryDirectory() as folder:
         stages = Path(folder) / "stages"
@@ -237,10 +241,11 @@ def run(args: list[str]) -> dict[str, float | int | str]:
         table.add_row(name, *numbers, f"{cost.mib:.0f}")
     Console().print(table)
     Console().print(where)
-    one, two, floor = costs[ONE], costs[TWO], costs[FLOOR]
+    one, two, twice, floor = costs[ONE], costs[TWO], costs[TWICE], costs[FLOOR]
     metrics: dict[str, float | int | str] = {
         "gateway_us_per_token": round(one.us_per_token, 2),
         "two_processes_ratio": round(two.us_per_token / one.us_per_token, 3),
+        "two_processes_twice_the_load_ratio": round(twice.us_per_token / one.us_per_token, 3),
         "tokens_per_s": round(one.tokens_per_s),
         "streams": streams,
         "step_ms": step_ms,
