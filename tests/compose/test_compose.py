@@ -98,7 +98,11 @@ def test_the_gateway_does_not_wait_for_weights(config: dict[str, Any]):
 def test_scheduler_worker_and_both_grammar_services_name_one_socket(config: dict[str, Any]):
     commands = {name: service["command"] for name, service in config["services"].items()}
     (socket,) = {flag[flag.index("--grammar") + 1] for name, flag in commands.items() if "--grammar" in flag}
-    assert {name for name, flag in commands.items() if "--grammar" in flag} == {"scheduler", "scheduler-standby", "worker-cpu"}
+    assert {name for name, flag in commands.items() if "--grammar" in flag} == {
+        "scheduler",
+        "scheduler-standby",
+        "worker-cpu",
+    }
     assert commands["scheduler"] == commands["scheduler-standby"] and "--standby" in commands["scheduler"]
     assert commands["grammar"] == commands["grammar-standby"] and socket in commands["grammar"]
     ring = commands["grammar"][commands["grammar"].index("--ring-dir") + 1]
