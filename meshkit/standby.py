@@ -216,18 +216,24 @@ async def until_free(address: Address) -> None:
 async def take_over(address: Address, standing: Coroutine[Any, Any, T], *, metrics_port: int = 0) -> T | Exit:
     """Run `standing`, which returns when the place is this process's, and wait for its sockets; what it returned.
 
-    A signal before that ends it: then the status to exit with. `metrics_port` on loopback is waited for too, unless 0.
+    A signal before that ends it: then the status to exit with, also when it came while `standing` kept the loop from
+    running and the place has become this process's. `metrics_port` on loopback is waited for too, unless 0.
     """
     async with until_signalled() as signalled:
         log.info("standing by", extra=kv(address=str(address)))
-        waiting = asyncio.create_task(standing)
+        waiting = asyncio.create_task(_settled(address, standing, metrics_port))
         await asyncio.wait((waiting, signalled), return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
+        if signalled.done():
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
             return Exit.INTERRUPTED if signalled.result() is signal.SIGINT else Exit.OK
-    result = waiting.result()
+    return waiting.result()
+
+
+async def _settled(address: Address, standing: Coroutine[Any, Any, T], metrics_port: int) -> T:
+    result = await standing
     log.info("taking over", extra=kv(address=str(address)))
+    await asyncio.sleep(0)  # a signal that came while the loop stood still is told now
     await until_free(address)
     if metrics_port:
         await until_free(Address("127.0.0.1", metrics_port))
