@@ -88,6 +88,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     from grammar_svc.attach import Attachments, Host
     from grammar_svc.engine import Facts
     from grammar_svc.grammars import Grammars
+    from grammar_svc.kept import Kept
     from grammar_svc.ring import remove_stale
     from grammar_svc.servicer import NAME, GrammarServicer
 
@@ -101,6 +102,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
         functools.partial(compiler.load, info=parts.info),
         compiler.revision(vocabulary, config.json_whitespace),
         max_bytes=config.cache_bytes,
+        kept=Kept(None if place is None else place.beside("grammars"), config.cache_bytes),
         max_queued=config.queue,
         max_queued_tenant=config.queue_tenant,
         limits=config.source_limits(),

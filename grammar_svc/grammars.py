@@ -1,7 +1,8 @@
 """Compiled grammars by id: one compile per source however many ask, an LRU bounded in bytes, typed verdicts.
 
 Refusals are remembered for 30 s; timeouts, crashes and "busy" never are. Sources of evicted grammars are kept (they are
-small), so that a slot bound to one gets it again. Loading what a child made runs in a thread: masks go on meanwhile.
+small), so that a slot bound to one gets it again. What `kept` has in a file is loaded, not compiled. Loading runs in a
+thread: masks go on meanwhile.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 from grammar_svc.children import ChildError, Compiled
+from grammar_svc.kept import Kept
 from grammar_svc.limits import SourceLimits
 from grammar_svc.sources import Source, read_source
 from grammar_svc.verdict import Outcome, SourceError, Verdict
@@ -52,12 +54,14 @@ class Grammars:
         grammar_rev: str,
         *,
         max_bytes: int,
+        kept: Kept | None = None,
         max_queued: int = 64,
         max_queued_tenant: int = 4,
         limits: SourceLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._compiles, self._load, self.grammar_rev = compiles, load, grammar_rev
+        self._kept, self._writing = kept or Kept(None, 0), set[asyncio.Task[None]]()
         self._max_bytes, self._max_queued, self._max_tenant = max_bytes, max_queued, max_queued_tenant
         self._limits, self._clock = limits or SourceLimits(), clock
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
@@ -121,7 +125,7 @@ class Grammars:
         """Give up what is under way."""
         for task in list(self._flights.values()):
             task.cancel()
-        await asyncio.gather(*self._flights.values(), return_exceptions=True)
+        await asyncio.gather(*self._flights.values(), *self._writing, return_exceptions=True)
 
     def _known(self, grammar_id: bytes) -> Verdict | None:
         entry = self._entries.get(grammar_id)
@@ -157,6 +161,11 @@ class Grammars:
         return verdict
 
     async def _make(self, grammar_id: bytes, source: Source) -> Verdict:
+        if (before := await self._kept.get(grammar_id)) is not None:
+            try:
+                return await self._take_in(grammar_id, source, before)
+            except Exception:  # whatever the engine dislikes about a file is no reason to refuse the source
+                log.exception("a kept grammar cannot be loaded: compiling it again")
         self.compiles += 1
         try:
             made = await self._compiles.compile(source)
@@ -165,6 +174,14 @@ class Grammars:
         except ChildError as error:
             log.warning("compile failed", extra=kv(kind=source.kind.name, reason=error.outcome.name))
             return Verdict(outcome=error.outcome, message=str(error))
+        verdict = await self._take_in(grammar_id, source, made)
+        if verdict.outcome is Outcome.OK:  # nobody waits for the file
+            task = asyncio.create_task(self._kept.put(grammar_id, made))
+            self._writing.add(task)
+            task.add_done_callback(self._writing.discard)
+        return verdict
+
+    async def _take_in(self, grammar_id: bytes, source: Source, made: Compiled) -> Verdict:
         size = made.memory + len(source.text) + OVERHEAD
         if size > self._max_bytes:
             return Verdict(outcome=Outcome.TOO_LARGE, message=f"{size} bytes compiled, the cache has {self._max_bytes}")

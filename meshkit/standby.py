@@ -55,6 +55,10 @@ class Place:
         except OSError as error:
             raise PermError(f"cannot use {self._path}: {error.strerror}") from error
 
+    def beside(self, suffix: str) -> Path:
+        """A path for what the processes of this place hand on to each other."""
+        return self.socket.with_name(f"{self.socket.name}.{suffix}")
+
     def take(self) -> bool:
         """Whether this process serves from now on; never waits."""
         try:

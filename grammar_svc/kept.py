@@ -1,0 +1,91 @@
+"""Compiled grammars in files beside the service's socket: what a standby that takes over need not compile again.
+
+A file is written whole under another name and renamed, and begins with a checksum of the rest; what is torn, foreign or
+of another revision (the id holds it) is not found. Bounded in bytes, the longest unused goes first. A disk that is full
+or gone costs compiles, nothing else. Only this user can read or write the folder.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+from pathlib import Path
+from typing import Final
+
+from grammar_svc.children import Compiled
+
+HEAD: Final = struct.Struct("<16sQQ")  # checksum of the rest; bytes in memory, microseconds of the compile
+
+log = logging.getLogger(__name__)
+
+
+class Kept:
+    """`folder` None keeps nothing."""
+
+    def __init__(self, folder: Path | None, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+        self._complained = False
+        if folder is not None:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if folder.stat().st_uid != os.geteuid():
+                    raise PermissionError(f"{folder} belongs to another user")
+            except OSError as error:
+                self._complain(error)
+                self._folder = None
+
+    async def get(self, grammar_id: bytes) -> Compiled | None:
+        """What was compiled for this id, if it is still there whole."""
+        return None if self._folder is None else await asyncio.to_thread(self._read, self._folder, grammar_id)
+
+    async def put(self, grammar_id: bytes, made: Compiled) -> None:
+        """Keep it, unless it is larger than all that may be kept."""
+        if self._folder is not None and len(made.data) <= self._max_bytes:
+            await asyncio.to_thread(self._write, self._folder, grammar_id, made)
+
+    def _read(self, folder: Path, grammar_id: bytes) -> Compiled | None:
+        file = folder / grammar_id.hex()
+        try:
+            raw = file.read_bytes()
+            os.utime(file)
+        except OSError:
+            return None
+        if len(raw) < HEAD.size:
+            return None
+        checksum, memory, micros = HEAD.unpack_from(raw)
+        if checksum != _checksum(raw[16:]):
+            log.warning("a kept grammar is damaged: compiling it again")
+            return None
+        return Compiled(raw[HEAD.size :].decode(), memory, micros)
+
+    def _write(self, folder: Path, grammar_id: bytes, made: Compiled) -> None:
+        rest = HEAD.pack(b"", made.memory, made.micros)[16:] + made.data.encode()
+        fresh = folder / f"{grammar_id.hex()}.{os.getpid()}"
+        try:
+            fresh.write_bytes(_checksum(rest) + rest)
+            fresh.rename(folder / grammar_id.hex())
+            self._shrink(folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            self._complain(error)
+
+    def _shrink(self, folder: Path) -> None:
+        looked = [(it, it.stat()) for it in folder.iterdir()]
+        total = sum(stat.st_size for _, stat in looked)
+        for file, stat in sorted(looked, key=lambda pair: pair[1].st_mtime_ns):
+            if total <= self._max_bytes:
+                return
+            file.unlink(missing_ok=True)
+            total -= stat.st_size
+
+    def _complain(self, error: OSError) -> None:
+        if not self._complained:
+            log.warning("compiled grammars are not kept: a standby compiles them again: %s", error)
+        self._complained = True
+
+
+def _checksum(rest: bytes) -> bytes:
+    return hashlib.blake2b(rest, digest_size=16).digest()

@@ -1,0 +1,92 @@
+"""Compiled grammars in files: found again whole or not at all, bounded, and never a reason to refuse a source."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grammar_svc.children import Compiled
+from grammar_svc.grammars import Grammars
+from grammar_svc.kept import Kept
+from grammar_svc.verdict import Outcome
+from meshkit.types import GrammarKind
+
+ONE, TWO, THREE = (bytes([n]) * 16 for n in (1, 2, 3))
+MADE = Compiled('{"grammar": "é"}', 1234, 56)
+
+
+async def test_what_was_kept_is_found_by_another_process(tmp_path: Path):
+    await Kept(tmp_path / "k", 1 << 20).put(ONE, MADE)
+    other = Kept(tmp_path / "k", 1 << 20)
+    assert await other.get(ONE) == MADE
+    assert await other.get(TWO) is None
+    assert (tmp_path / "k").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("keep", [0, 10, 31, 40, -1], ids=str)
+async def test_a_torn_or_changed_file_is_not_found(tmp_path: Path, keep: int):
+    kept = Kept(tmp_path, 1 << 20)
+    await kept.put(ONE, MADE)
+    file = tmp_path / ONE.hex()
+    raw = file.read_bytes()
+    file.write_bytes(raw[:keep] if keep >= 0 else raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert await kept.get(ONE) is None
+
+
+async def test_the_longest_unused_goes_first(tmp_path: Path):
+    kept = Kept(tmp_path, 1000)
+    for n, name in enumerate((ONE, TWO)):
+        await kept.put(name, Compiled("x" * 400, 1, 1))
+        os.utime(tmp_path / name.hex(), (n, n))
+    assert await kept.get(ONE) is not None  # used now
+    await kept.put(THREE, Compiled("x" * 400, 1, 1))
+    assert [await kept.get(name) is not None for name in (ONE, TWO, THREE)] == [True, False, True]
+    await kept.put(TWO, Compiled("x" * 1001, 1, 1))  # larger than everything together may be
+    assert await kept.get(TWO) is None and await kept.get(ONE) is not None
+
+
+async def test_a_folder_that_cannot_be_costs_compiles_only(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for kept in (Kept(tmp_path / "file" / "k", 1000), Kept(None, 1000)):
+        await kept.put(ONE, MADE)
+        assert await kept.get(ONE) is None
+
+
+class Compiler:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def compile(self, source: object) -> Compiled:
+        self.asked += 1
+        return MADE
+
+
+async def compiled(folder: Path, compiler: Compiler, load=str.upper) -> tuple[Grammars, bytes]:
+    grammars = Grammars(compiler, load, "rev", max_bytes=1 << 20, kept=Kept(folder, 1 << 20))
+    verdict = await grammars.compile(GrammarKind.REGEX, "ab+")
+    assert verdict.outcome is Outcome.OK
+    await grammars.stop()
+    return grammars, verdict.grammar_id
+
+
+async def test_a_successor_loads_instead_of_compiling(tmp_path: Path):
+    compiler = Compiler()
+    _, first = await compiled(tmp_path, compiler)
+    grammars, second = await compiled(tmp_path, compiler)
+    assert first == second and compiler.asked == 1
+    assert grammars.get(second) == MADE.data.upper()
+
+
+async def test_a_file_that_the_engine_does_not_take_is_compiled_again(tmp_path: Path):
+    compiler = Compiler()
+    await compiled(tmp_path, compiler)
+    refused = []
+
+    def load(data: str) -> str:
+        if not refused:
+            refused.append(data)
+            raise RuntimeError("made by another version")
+        return data
+
+    grammars, grammar_id = await compiled(tmp_path, compiler, load)
+    assert compiler.asked == 2 and refused and grammars.get(grammar_id) == MADE.data
