@@ -32,7 +32,6 @@ def assert_exact(found, said):
     assert found["client_errors"] == found["cannot_happen"] == found["tracebacks"] == 0, said
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_few_kills_and_restarts_of_every_service(tmp_path):
     found, said = measure(tmp_path, "--quick")

@@ -29,11 +29,11 @@ def assert_exact(found, said):
 
 
 def test_after_a_short_soak_nothing_is_owned(tmp_path):
-    flags = ("--small", "--minutes", "0.4", "--every-s", "10", "--streams", "5", "--per-kind", "1", "--tokens", "16")
+    flags = ("--small", "--minutes", "1.5", "--every-s", "15", "--streams", "5", "--per-kind", "1", "--tokens", "16")
     found, said = measure(tmp_path, "soak", *flags)
     assert_exact(found, said)
     assert found["still_owned"] == found["cannot_happen"] == found["tracebacks"] == 0, said
-    assert found["faults"] >= 1 and found["clients_that_vanished"] >= 3, said
+    assert found["faults"] >= 3 and found["clients_that_vanished"] >= 3, said
 
 
 @pytest.mark.nightly

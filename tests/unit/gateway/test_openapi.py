@@ -62,7 +62,7 @@ async def fuzz(served, folder, *options):
 async def test_fuzzing_finds_no_server_error(served, mesh, tmp_path):
     """Nothing hangs either: the fixture checks that no generation is left running."""
     mesh.say = lambda start, choice: mesh.text("Yes.")
-    out = await fuzz(served, tmp_path, "--max-time", "20", "--max-examples", "40", "--seed", "7")
+    out = await fuzz(served, tmp_path, "--max-time", "60", "--max-examples", "200", "--seed", "7")
     print(out[-1500:])
 
 
