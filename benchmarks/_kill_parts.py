@@ -79,6 +79,20 @@ class Verdict:
     difference: Difference = field(default_factory=Difference)
     different: list[str] = field(default_factory=list)
 
+    def metrics(self) -> dict[str, int]:
+        """Its counts under the names that results are kept by."""
+        return {
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "tokens_lost": self.difference.lost,
+            "tokens_doubled": self.difference.doubled,
+            "ids_different": self.difference.other,
+            "logprobs_different": self.difference.logprobs,
+            "texts_different": self.difference.text,
+            "client_errors": len(self.errors),
+            "refused_with_retry_after": len(self.refused),
+        }
+
 
 def judge(part: Part, reference: Mapping[str, Run]) -> Verdict:
     """Compare every answer of a part."""

@@ -170,19 +170,13 @@ def run(args: list[str]) -> Metrics:
             table.add_row(service, str(left), str(metrics.get(f"restart_s_{service}", "")))
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    gone = verdict.difference
     for line in [*unclean, *verdict.errors[:8], *verdict.refused[:4], *verdict.different[:8]]:
         console.print(f"  {line}", markup=False, highlight=False)
-    return metrics | {
-        "requests": verdict.requests,
-        "tokens": verdict.tokens,
-        "tokens_lost": gone.lost,
-        "tokens_doubled": gone.doubled,
-        "ids_different": gone.other,
-        "logprobs_different": gone.logprobs,
-        "texts_different": gone.text,
-        "client_errors": len(verdict.errors),
-        "refused_with_retry_after": len(verdict.refused),
-        "drain_timeout_s": options.drain_timeout,
-        "load_average": os.getloadavg()[0],
-    }
+    return (
+        metrics
+        | verdict.metrics()
+        | {
+            "drain_timeout_s": options.drain_timeout,
+            "load_average": os.getloadavg()[0],
+        }
+    )

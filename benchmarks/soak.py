@@ -285,20 +285,14 @@ def run(args: list[str]) -> Metrics:
         metrics[f"rss_mib_more_{name.replace('-', '_')}"] = round(after - before, 2)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    gone = verdict.difference
     for line in [*verdict.errors[:8], *verdict.refused[:4], *verdict.different[:8]]:
         console.print(f"  {line}", markup=False, highlight=False)
-    return metrics | {
-        "rss_mib_most_more": round(max((after - before for _, before, after in memory), default=0.0), 2),
-        "requests": verdict.requests,
-        "tokens": verdict.tokens,
-        "tokens_lost": gone.lost,
-        "tokens_doubled": gone.doubled,
-        "ids_different": gone.other,
-        "logprobs_different": gone.logprobs,
-        "texts_different": gone.text,
-        "client_errors": len(verdict.errors),
-        "refused_with_retry_after": len(verdict.refused),
-        "clients_of_killed_gateways": verdict.clients_of_killed_gateways,
-        "load_average": os.getloadavg()[0],
-    }
+    return (
+        metrics
+        | verdict.metrics()
+        | {
+            "rss_mib_most_more": round(max((after - before for _, before, after in memory), default=0.0), 2),
+            "clients_of_killed_gateways": verdict.clients_of_killed_gateways,
+            "load_average": os.getloadavg()[0],
+        }
+    )
