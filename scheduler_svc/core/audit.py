@@ -7,6 +7,7 @@ import numpy as np
 
 from meshkit.types import PAGE_TOKENS, FinishReason
 from scheduler_svc.core import rebuild
+from scheduler_svc.core.grammar import unanswered
 from scheduler_svc.core.ledger import Pool
 from scheduler_svc.core.prefix import Hold
 from scheduler_svc.core.request import Phase, Seq, pages_for
@@ -166,7 +167,8 @@ def _check_grammars(st: State) -> None:
     assert users == {rid: r.grammar for rid, r in st.requests.items() if r.grammar is not None}, "a grammar's users"
     for grammar in table.by_key.values():
         assert grammar.users or grammar.ticket, "a grammar that nobody needs is kept"
-        assert grammar.grammar_id or grammar.ticket or grammar.retry_ns, "nobody asks for a grammar"
+        asked = grammar.grammar_id or grammar.ticket or grammar.retry_ns
+        assert asked or not unanswered(grammar), "nobody asks for a grammar"
         assert not grammar.ticket or table.by_ticket[grammar.ticket] is grammar, "a compile of another grammar"
     assert all(table.by_key.get(key) is g and g.retry_ns for key, g in table.busy.items()), "a stale busy grammar"
     assert len(table.by_ticket) == sum(bool(grammar.ticket) for grammar in table.by_key.values()), "lost compiles"

@@ -8,7 +8,7 @@ live grammars again; under another revision it cannot serve them, and their requ
 from meshkit.frames import SubmitReply, Verdict
 from scheduler_svc.core import adopt, answers, finish
 from scheduler_svc.core.events import CompileAnswer, Outcome
-from scheduler_svc.core.grammar import Grammar, ask, settle
+from scheduler_svc.core.grammar import Grammar, ask, settle, unanswered
 from scheduler_svc.core.request import Phase, Request
 from scheduler_svc.core.state import MS, State
 
@@ -58,7 +58,7 @@ def due(st: State) -> None:
     """Ask again for what failed; refuse who has waited long enough."""
     for grammar in list(st.grammars.by_key.values()):
         if not grammar.grammar_id and not grammar.rev:
-            for req in [r for r in grammar.users.values() if _waited(st, r)]:
+            for req in [r for r in unanswered(grammar) if _waited(st, r)]:
                 _later(st, req, "the grammar service did not answer in time")
         if grammar.users and grammar.retry_ns and st.now >= grammar.retry_ns:
             st.total("grammar_retries")
@@ -71,7 +71,7 @@ def _waited(st: State, req: Request) -> bool:
 
 
 def _there(st: State, grammar: Grammar, answer: CompileAnswer) -> None:
-    waiting = [] if grammar.grammar_id else list(grammar.users.values())
+    waiting = [] if grammar.grammar_id else unanswered(grammar)
     grammar.grammar_id, grammar.made_under = answer.grammar_id, answer.grammar_rev
     grammar.failures = 0
     if grammar.users and grammar.asked_boot != st.grammars.boot:
@@ -90,7 +90,7 @@ def _not_now(st: State, grammar: Grammar, answer: CompileAnswer | None) -> None:
     grammar.failures += 1
     broke = _BROKE.get(answer.outcome) if answer is not None else None
     if not grammar.grammar_id and not grammar.rev and broke:
-        for req in list(grammar.users.values()):
+        for req in unanswered(grammar):
             _later(st, req, f"the grammar {broke}")
     pause_ms = min(_MOST_PAUSE_MS, _LEAST_PAUSE_MS << min(grammar.failures - 1, 8))
     if answer is not None:
@@ -102,7 +102,7 @@ def _not_now(st: State, grammar: Grammar, answer: CompileAnswer | None) -> None:
 
 def _never(st: State, grammar: Grammar, answer: CompileAnswer) -> None:
     message = answer.message or f"the grammar service answered {answer.outcome.name}"
-    for req in list(grammar.users.values()):
+    for req in unanswered(grammar):
         if req.pending:
             _refuse(st, req, SubmitReply(Verdict.BAD_GRAMMAR, message, place=answer.place))
         else:

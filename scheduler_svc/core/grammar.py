@@ -8,7 +8,7 @@ service of its own.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from meshkit.types import GrammarKind, GrammarSource, RequestId
+from meshkit.types import FinishReason, GrammarKind, GrammarSource, RequestId
 from scheduler_svc.core.events import Compile
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def ask(st: "State", grammar: Grammar) -> None:
     timeout_ms = st.limits.compile_ms
     waiting = next((req.traceparent for req in grammar.users.values() if req.traceparent), "") if not rev else ""
     st.effects.append(Compile(grammar.ticket, grammar.kind, grammar.text, grammar.tenant, rev, timeout_ms, waiting))
+
+
+def unanswered(grammar: Grammar) -> list["Request"]:
+    """Users without one that ended while nobody listened: its verdict is given, its error waits for a resubmission."""
+    return [r for r in grammar.users.values() if any(seq.finish is FinishReason.NONE for seq in r.choices)]
 
 
 def refresh(st: "State", grammar: Grammar | None, older_than_ns: int) -> None:

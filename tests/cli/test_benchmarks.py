@@ -13,10 +13,10 @@ def event(*ids: int, finish: str | None = None) -> dict[str, object]:
 
 def test_events_are_counted_by_their_tokens_and_the_empty_end_is_none(server: Script):
     server.events = [event(1), event(2, 3), event(4), event(finish="length")]
-    server.delay_s = 0.01
+    server.delay_s = 0.2
     arrivals = stream_arrivals(server.url, {"prompt": "x"})
     assert [a.tokens for a in arrivals] == [1, 2, 1]
-    assert arrivals[-1].at_s - arrivals[0].at_s >= 0.02
+    assert arrivals[-1].at_s - arrivals[0].at_s >= 0.1  # 0.6 s of sleeps, less what reading the first event took
     (asked,) = server.bodies
     assert (asked["stream"], asked["return_token_ids"]) == (True, True)
 

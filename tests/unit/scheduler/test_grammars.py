@@ -195,6 +195,24 @@ def test_a_deadline_while_pending_is_told_once():
     m.idle()
 
 
+@pytest.mark.parametrize("outcome", [Outcome.INVALID, Outcome.TIMEOUT, Outcome.OK, None])
+def test_what_ended_while_nobody_listened_keeps_its_verdict_whatever_the_service_says(outcome):
+    m, g = ready(grammar_wait_ms=30_000)
+    j = m.submit(g, grammar=SOURCE, remaining_ms=1_000)
+    m.lose(g)
+    m.advance(1_500)
+    assert replied(m, j).verdict is Verdict.ACCEPTED and not j.streams[0].error
+    m.answer(outcome)
+    m.advance(500)
+    assert m.call(j.sub).verdict is Verdict.ACCEPTED
+    m.gate(g)
+    m.submit(g, journal=j, remaining_ms=1_000)
+    assert j.verdict.verdict is Verdict.ACCEPTED and j.streams[0].error == "deadline"
+    while m.compiles:
+        m.answer()
+    m.idle()
+
+
 def test_a_cancel_while_pending_answers_and_is_remembered():
     m, g = ready()
     j = m.submit(g, grammar=SOURCE, n=2)
