@@ -1,7 +1,8 @@
 """A whole mesh of real processes that a benchmark may hurt: start, find, kill, stop, thaw, and know when it is whole.
 
 The processes are those of `v4mesh up`, watched by the same supervisor, but with two worker groups and two gateways, all
-in deterministic mode. Speaks HTTP only: the supervisor forks, and a process that forks must not hold gRPC.
+in deterministic mode. Workers can be simulated ones: their tokens follow from all ids before, and cost no arithmetic.
+Speaks HTTP only: the supervisor forks, and a process that forks must not hold gRPC.
 """
 
 import asyncio
@@ -45,6 +46,7 @@ class MeshShape:
     drain_s: float = 30.0
     compilers: int = 2
     grammar_standby: bool = True
+    sim_step_ms: float = 0.0  # above 0: simulated workers with steps of that length, and no model's arithmetic
 
 
 class KillMesh:
@@ -90,7 +92,10 @@ class KillMesh:
             place = ("--scheduler", shape.dial.get(name, self.scheduler), "--group", name, "--grammar", masks)
             sizes = ("--slots", str(shape.slots), "--pages", "640", "--threads", "1", "--max-step-tokens", "256")
             here = ("--listen", f"unix:{self.folder}/{name}.sock", "--metrics-port", ports[name])
-            lines[name] = ("worker", *place, *model, *sizes, *here, "--deterministic")
+            how: tuple[str, ...] = ("--deterministic",)
+            if shape.sim_step_ms:
+                how = ("--backend", "sim", "--sim-step-ms", str(shape.sim_step_ms))
+            lines[name] = ("worker", *place, *model, *sizes, *here, *how)
         for name in (f"gateway-{n}" for n in range(shape.gateways)):
             here = ("--listen-http", f"127.0.0.1:{ports[name]}", "--drain-seconds", str(shape.drain_s))
             asks = ("--scheduler", shape.dial.get(name, self.scheduler))
@@ -178,7 +183,7 @@ class KillMesh:
     async def is_whole(self, standbys: Sequence[str]) -> bool:
         """Every service is served, every worker is attached, the standbys of these services are warm."""
         shape = self.shape
-        if not all(self.said(f"worker-{n}", "READY") for n in range(shape.workers)):
+        if not all(self.said(f"worker-{n}", "worker ready") for n in range(shape.workers)):
             return False
         pids, names = self.supervisor.pids(), self._lines()
         for name in ("scheduler", "grammar"):

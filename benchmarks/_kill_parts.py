@@ -155,7 +155,8 @@ class Tormentor:
         began = time.monotonic()
         await asyncio.sleep(calm_s)
         watched = [*self.load.done[first:], *self.load.open]
-        found = (pause(run, began, time.monotonic()) for run in watched if len(run.marks) > 1)
+        now = time.monotonic()
+        found = (pause(run, max(began, run.marks[0]), now) for run in watched if len(run.marks) > 1)
         part.calm = [length for length in found if length is not None]
         for hurt in hurts:
             if time.monotonic() - began > limit_s:

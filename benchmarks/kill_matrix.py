@@ -89,14 +89,15 @@ async def run_part(
     rng = random.Random(f"{options.seed}/{name}/{done}")
     relays: dict[str, Relay] = {}
     standby = not options.no_standby
-    shape = MeshShape(workers=options.workers, standby=standby, grammar_standby=standby)
+    sim = {"sim_step_ms": options.sim_step_ms}
+    shape = MeshShape(workers=options.workers, standby=standby, grammar_standby=standby, **sim)
     if name == "quick":
-        shape = MeshShape(workers=1, gateways=1, compilers=1)
+        shape = MeshShape(workers=1, gateways=1, compilers=1, **sim)
     if name == "links":
         port = free_port("127.0.0.1")
         relays = {"gateway": Relay(port), "worker": Relay(port)}
         dial = {f"{service}-0": f"127.0.0.1:{await relay.start()}" for service, relay in relays.items()}
-        shape = MeshShape(workers=options.workers, scheduler_port=port, dial=dial)
+        shape = MeshShape(workers=options.workers, scheduler_port=port, dial=dial, **sim)
     streams = {"rolling": 2 * LEAST, "quick": QUICK_STREAMS}.get(name, options.streams)
     least = min(LEAST, streams - 2)
     part, began = Part(name), time.monotonic()
@@ -150,6 +151,9 @@ def run(args: list[str]) -> Metrics:
     parser.add_argument("--tokens", type=int, default=64, help="of an ordinary answer")
     parser.add_argument("--workers", type=int, default=2, help="worker groups")
     parser.add_argument("--no-standby", action="store_true", help="neither scheduler nor grammar service has one")
+    parser.add_argument(
+        "--sim-step-ms", type=float, default=0.0, help="simulated workers with such steps: what the mesh itself takes"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="no new fault in a part after so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a handful of everything on a small mesh, for CI")
