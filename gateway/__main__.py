@@ -31,6 +31,7 @@ from gateway.mesh_client import MeshClient
 from gateway.metrics import STAGE_SECONDS, Histogram
 from gateway.rpc.listener import RpcListener
 from gateway.service import Gateway
+from gateway.siblings.cover import BACKLOG, Cover
 from gateway.siblings.member import Member
 from gateway.siblings.merge import merge
 from gateway.siblings.parent import serve_many
@@ -51,7 +52,6 @@ _LOOK_SECONDS = 0.02
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TOGETHER_SECONDS = 3.0  # tokenizer and scheduler; later, requests are told what is missing
 _LINGER_SECONDS = 0.5  # who just got an answer may ask again on the same connection, not knowing that it closes
-_BACKLOG = 1024  # connections that wait at a handed over socket while processes change
 
 log = logging.getLogger("gateway")
 
@@ -88,22 +88,23 @@ async def serve(config: GatewayConfig) -> int:
     await runner.setup()
     signals = _Signals()
     linking = asyncio.create_task(mesh.run())
+    member: Member | None = None
     try:
         if config.hub:
-            gateway.siblings = await Member.join(gateway, config.hub)
+            member = gateway.siblings = await Member.join(gateway, config.hub)
         if config.listen_admin:
             await _listen_admin(admin, config)
-        opening = asyncio.create_task(_open(gateway, runner, rpc, address))
+        opening = asyncio.create_task(_open(gateway, runner, rpc, member))
         loading = asyncio.create_task(_load_tokenizer(gateway))
         await _until_stopped(signals, linking, loading, opening)
         gateway.admission.draining = True
+        await _stop_listening(runner, member)
         if opening.done():
-            await opening.result().stop()
             rpc.leave()
         await _drain(gateway, runner, signals)
     finally:
-        if gateway.siblings is not None:
-            await gateway.siblings.stop()
+        if member is not None:
+            await member.stop()
         await rpc.stop(_ABORT_SECONDS)
         await runner.cleanup()
         await admin.cleanup()
@@ -169,30 +170,44 @@ def _runner(app: web.Application, config: GatewayConfig) -> web.AppRunner:
     )
 
 
-async def _open(gateway: Gateway, runner: web.AppRunner, rpc: RpcListener, address: Address) -> web.BaseSite:
+async def _open(gateway: Gateway, runner: web.AppRunner, rpc: RpcListener, member: Member | None) -> None:
     """Listen; a successor does so once it serves, for it takes connections that its predecessor would serve.
 
-    At a handed over socket connections wait, so they may as well do so while the parts of this process come together.
+    At a handed over socket connections wait, so they may as well do so while the parts of this process come together;
+    where siblings accept in its place there is no hurry at all.
     """
     config = gateway.config
     hasty = time.monotonic() + (_TOGETHER_SECONDS if config.listen_fds else 0.0)
-    while not gateway.is_complete and time.monotonic() < hasty:  # noqa: ASYNC110 - it is made of several things
+    while not gateway.is_complete:
+        served = member is not None and member.others_serve(len(config.sibling_fds))
+        if time.monotonic() >= hasty and not served:
+            break
         await asyncio.sleep(_LOOK_SECONDS)
     while config.ready_fd and not gateway.takes_requests:  # noqa: ASYNC110 - where it changes is not one place
         await asyncio.sleep(_LOOK_SECONDS)
-    site = await _listen(runner, address, config.listen_fds)
+    await _listen(runner, parse_address(config.listen_http), config.listen_fds)
+    if member is not None and config.sibling_fds:
+        own = config.sibling_fds.index(config.listen_fds[0])
+        await member.serve(own, Cover(runner, config.sibling_fds, own))
     if config.listen_grpc:
         await rpc.start(config.listen_grpc)
     if config.ready_fd:
         with suppress(OSError):  # a sibling has said it, and nobody listens any more
             os.write(config.ready_fd, b"ready")
-    return site
 
 
-async def _listen(runner: web.AppRunner, address: Address, handed: Sequence[int]) -> web.BaseSite:
+async def _stop_listening(runner: web.AppRunner, member: Member | None) -> None:
+    """At the own socket and at those of others. Siblings that stay are there before this one stops."""
+    if member is not None:
+        await member.leave()
+    for site in list(runner.sites):
+        await site.stop()
+
+
+async def _listen(runner: web.AppRunner, address: Address, handed: Sequence[int]) -> None:
     site: web.BaseSite
     if handed:
-        site = web.SockSite(runner, socket.socket(fileno=handed[0]), backlog=_BACKLOG)
+        site = web.SockSite(runner, socket.socket(fileno=handed[0]), backlog=BACKLOG)
     elif address.path is not None:
         site = web.UnixSite(runner, str(address.path))
     else:
@@ -203,7 +218,6 @@ async def _listen(runner: web.AppRunner, address: Address, handed: Sequence[int]
         raise PortError(f"cannot listen on {address}: {error.strerror}") from error
     shown = f"unix:{address.path}" if address.path else f"http://{address.host}:{runner.addresses[0][1]}"
     log.info("listening on %s", shown)
-    return site
 
 
 async def _listen_admin(runner: web.AppRunner, config: GatewayConfig) -> None:

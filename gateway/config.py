@@ -40,6 +40,9 @@ class GatewayConfig:
     listen_fds: tuple[int, ...] = option(
         (), "set by a supervisor: listening sockets of listen_http that outlive this process, one per process"
     )
+    sibling_fds: tuple[int, ...] = option(
+        (), "set by a parent with several processes: the listening sockets of all, for when one of them is gone"
+    )
     ready_fd: int = option(0, "set by a supervisor: listen when requests can be served, and say so there; 0: none")
     admin_api_key_file: Path | None = field(
         default=None, metadata={"help": "like api_key_file, of operators: flush, explain, server info need one of them"}
@@ -92,6 +95,8 @@ class GatewayConfig:
         }
         if self.listen_fds and len(self.listen_fds) != self.processes:
             raise FieldError("listen_fds", f"{len(self.listen_fds)} sockets for {self.processes} processes")
+        if self.sibling_fds and not (self.hub and set(self.listen_fds) <= set(self.sibling_fds)):
+            raise FieldError("sibling_fds", "are the parent's to set, with hub, and listen_fds is one of them")
         if not 1 <= len(set(self.scheduler)) == len(self.scheduler) <= MOST_SCHEDULERS:
             raise FieldError("scheduler", f"must be 1 to {MOST_SCHEDULERS} different addresses")
         for address in (*self.scheduler, *((self.listen_admin,) if self.listen_admin else ())):

@@ -1,7 +1,7 @@
 """A gateway's side: what it asks about all processes of its port, and what it answers for itself.
 
 Where there are several schedulers it also tells the others where it has sent prompts, ten times a second: the next turn
-of a conversation may come to any process.
+of a conversation may come to any process. It says when it serves, and accepts where the parent says that nobody does.
 """
 
 import asyncio
@@ -9,10 +9,12 @@ import logging
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from contextlib import suppress
+from os import getpid
 from typing import Any, Final
 
 from gateway.instances.fleet import Fleet
 from gateway.service import Gateway
+from gateway.siblings.cover import Cover
 from gateway.siblings.wire import LONGEST_LINE, Talk
 
 TELL_S: Final = 0.1
@@ -23,12 +25,14 @@ log = logging.getLogger("gateway.siblings")
 
 
 class Member:
-    """Made by `join`; `stop` leaves."""
+    """Made by `join`; `serve` once this process accepts connections, `leave` before it stops to; `stop` at the end."""
 
     def __init__(self, gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._gateway = gateway
         self._talk = Talk(reader, writer, self._answer)
         self._running = asyncio.create_task(self._talk.run())
+        self._cover: Cover | None = None
+        self._orphans: tuple[int, ...] | None = None  # sockets at which nobody accepts
         self._placed: list[tuple[int, bytes]] = []
         self._untold = 0  # keys in it
         self._telling: asyncio.Task[None] | None = None
@@ -39,6 +43,24 @@ class Member:
     async def join(cls, gateway: Gateway, path: str) -> "Member":
         """Connect to the parent's hub. Raises OSError."""
         return cls(gateway, *await asyncio.open_unix_connection(path, limit=LONGEST_LINE))
+
+    def others_serve(self, processes: int) -> bool:
+        """Whether one of the others accepts connections, so that this one may take its time; `processes`: of all."""
+        return self._orphans is not None and len(self._orphans) < processes
+
+    async def serve(self, number: int, cover: Cover) -> None:
+        """This process accepts at socket `number`, and from now on where nobody does, which `cover` does."""
+        self._cover = cover
+        with suppress(OSError, TimeoutError):
+            self._orphans = tuple(await self._talk.ask("serves", number=number, pid=getpid()))
+            await cover.take(self._orphans)
+
+    async def leave(self) -> None:
+        """It accepts at no other socket any more, and soon not at its own."""
+        if self._cover is not None:
+            await self._cover.close()
+            with suppress(OSError, TimeoutError):
+                await self._talk.ask("leaves")
 
     async def stop(self) -> None:
         for task in (self._running, self._telling):
@@ -94,6 +116,13 @@ class Member:
             self._telling = asyncio.create_task(self._tell())
 
     async def _answer(self, what: str, arguments: dict[str, Any]) -> Any:
+        if what == "beat":
+            return True
+        if what == "orphans":
+            self._orphans = tuple(int(number) for number in arguments["numbers"])
+            if self._cover is not None:
+                await self._cover.take(self._orphans)
+            return True
         if what == "metrics":
             return self._gateway.metrics.exposition().decode()
         if what == "abort":

@@ -2,7 +2,8 @@
 
 The kernel spreads connections over them (SO_REUSEPORT). This process holds their listening sockets, or got them from
 whoever started it: port 0 then means the same port to all, nobody else takes it while a gateway restarts, and whoever
-connects meanwhile waits for the next one. A socket of the gRPC port is held too, which never listens.
+connects while none is there waits for the next one. Every gateway inherits all of them and accepts at its own; at that
+of one that is gone or frozen the others do. A socket of the gRPC port is held too, which never listens.
 """
 
 import asyncio
@@ -63,9 +64,10 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
         flags += ["--listen-grpc", str(held[-1][1])]
     with tempfile.TemporaryDirectory(prefix="v4mesh-gateways-") as folder:
         path = Path(folder) / "hub.sock"
-        hub = Hub()
+        hub = Hub(len(fds))
         await hub.start(path)
-        command = (sys.executable, "-m", "gateway", *argv, *flags, "--hub", str(path))
+        flags += ["--hub", str(path), "--sibling-fds", ",".join(map(str, fds))]
+        command = (sys.executable, "-m", "gateway", *argv, *flags)
         told = (config.ready_fd,) if config.ready_fd else ()
         specs = [
             ServiceSpec(
@@ -73,7 +75,7 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
                 argv=(*command, "--listen-fds", str(fd)),
                 drain_s=config.drain_seconds + 1,
                 retire=signal.SIGUSR1,
-                passed=(fd, *told),
+                passed=(*fds, *told),
             )
             for number, fd in enumerate(fds)
         ]

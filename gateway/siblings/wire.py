@@ -44,14 +44,18 @@ class Talk:
 
     async def ask(self, what: str, **arguments: Any) -> Any:
         """The other side's answer. ConnectionError or TimeoutError if there is none."""
+        async with asyncio.timeout(ANSWER_S):
+            return await self.ask_patiently(what, **arguments)
+
+    async def ask_patiently(self, what: str, **arguments: Any) -> Any:
+        """The same, however long it takes."""
         if len(self._waiting) >= MAX_OPEN:
             raise ConnectionError(f"{MAX_OPEN} questions wait for an answer")
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await self._send(_Line(number, what, arguments))
-                return await waiting
+            await self._send(_Line(number, what, arguments))
+            return await waiting
         finally:
             del self._waiting[number]
 

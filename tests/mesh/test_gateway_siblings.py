@@ -129,14 +129,76 @@ async def test_a_kept_response_is_found_and_forgotten_from_any_process(mesh):
     assert {(await call(method, path))[0] for method in ("GET", "DELETE") for _ in range(6)} == {404}
 
 
-async def test_a_killed_process_comes_back_and_the_others_go_on(mesh):
+async def connect(url, count=40):
+    """So many connections at once, each with a request; the answers' first lines. Nothing is tried twice."""
+    host, _, number = url.removeprefix("http://").partition(":")
+
+    async def one():
+        reader, writer = await asyncio.open_connection(host, int(number))
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer.partition(b"\r\n")[0]
+
+    async with asyncio.timeout(30):
+        return await asyncio.gather(*(one() for _ in range(count)))
+
+
+ALL_FINE = [b"HTTP/1.1 200 OK"] * 40
+
+
+def serving(log):
+    """How often a process has begun to accept, the parent's own line apart."""
+    return log.read_text().count("listening on http") - 1
+
+
+async def shares(url, pids):
+    """Of 60 connections, how many each process has."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        replies = await asyncio.gather(*(session.get(f"{url}/health") for _ in range(60)))
+        port = int(url.rpartition(":")[2])
+        found = [
+            sum(it.laddr[1] == port and it.status == "ESTABLISHED" for it in psutil.Process(pid).net_connections())
+            for pid in pids
+        ]
+        for reply in replies:
+            reply.release()
+    return found
+
+
+async def test_siblings_take_the_connections_of_a_killed_process_until_it_is_back(mesh):
+    """Its successor is held at its start: all that is answered meanwhile is answered by the others."""
     url, parent, log = mesh
-    victim = psutil.Process(parent.process.pid).children()[0]
-    os.kill(victim.pid, signal.SIGKILL)
-    await asyncio.sleep(0.2)
-    assert [status for status, _ in await asyncio.gather(*(ask(url) for _ in range(8)))] == [200] * 8
-    await until(lambda: log.read_text().count("tokenizer loaded") == 4, 30)
-    await until(lambda: len(psutil.Process(parent.process.pid).children()) == 3, 10)
+    family = psutil.Process(parent.process.pid)
+    before, began = {child.pid for child in family.children()}, serving(log)
+    os.kill(min(before), signal.SIGKILL)
+    assert await connect(url) == ALL_FINE  # some of these were in its queue before anybody knew
+    await until(lambda: {child.pid for child in family.children()} - before)
+    (successor,) = (child for child in family.children() if child.pid not in before)
+    successor.suspend()
+    try:
+        assert await connect(url) == ALL_FINE and serving(log) == began
+    finally:
+        successor.resume()
+    await until(lambda: serving(log) == began + 1, 30)
+    assert f"(pid {min(before)}) is gone: its siblings accept its connections" in log.read_text()
+    await until(lambda: ready(url), 10)
+    assert min(await shares(url, [child.pid for child in family.children()])) > 5  # each at its own socket again
+
+
+async def test_siblings_take_the_new_connections_of_a_frozen_process(mesh):
+    url, parent, log = mesh
+    frozen = psutil.Process(parent.process.pid).children()[0]
+    frozen.suspend()
+    try:
+        assert await connect(url) == ALL_FINE
+        warned = f"(pid {frozen.pid}) has not answered for 2 s: its siblings accept new connections in its place"
+        assert warned in log.read_text()
+        assert "vllm:" in await metrics(url)
+    finally:
+        frozen.resume()
+    await until(lambda: f"(pid {frozen.pid}) answers again" in log.read_text(), 10)
+    assert await connect(url) == ALL_FINE
 
 
 def test_counters_add_up_and_levels_do_not():
