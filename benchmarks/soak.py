@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -201,9 +201,9 @@ async def holds(mesh: KillMesh) -> dict[str, int]:
 async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[tuple[str, float, float]]]:
     """Reference, load and faults, then a look at what is left."""
     rng = random.Random(options.seed)
-    shape = MeshShape()
+    shape = MeshShape(sim_step_ms=options.sim_step_ms)
     if options.small:
-        shape = MeshShape(workers=1, gateways=1, standby=False, grammar_standby=False, compilers=1)
+        shape = replace(shape, workers=1, standby=False, grammar_standby=False, compilers=1)
     asked = catalogue(options.per_kind, options.tokens)
     part = Part("soak")
     with tempfile.TemporaryDirectory() as name:
@@ -217,7 +217,8 @@ async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[t
                 watch.look()
                 began, first = time.monotonic(), len(load.done)
                 end = began + options.minutes * 60
-                baseline = began + min(options.baseline_min, options.minutes / 2) * 60
+                half = min(BASELINE_MIN, options.minutes / 2)
+                baseline = began + 60 * (half if options.baseline_min is None else options.baseline_min)
                 tormentor = Aimed(mesh, load, rng, least=max(2, options.streams // 2), say=say)
                 side = [asyncio.create_task(watch.run()), asyncio.create_task(vanishing.run(load.avoid))]
                 load.start(options.streams)
@@ -269,13 +270,19 @@ def run(args: list[str]) -> Metrics:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument(
-        "--baseline-min", type=float, default=BASELINE_MIN, help="memory is compared with this minute's"
+        "--baseline-min",
+        type=float,
+        help=f"memory is compared with this minute's; until then everything is hurt (default: half, at most "
+        f"{BASELINE_MIN:.0f})",
     )
     parser.add_argument("--every-s", type=float, default=60.0, help="a fault")
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="of an ordinary answer")
     parser.add_argument("--per-kind", type=int, default=2, help="different requests of each kind")
-    parser.add_argument("--small", action="store_true", help="one of each service, without standbys")
+    parser.add_argument("--small", action="store_true", help="one worker, no standbys")
+    parser.add_argument(
+        "--sim-step-ms", type=float, default=0.0, help="simulated workers with such steps: what the mesh itself owns"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(args)
     metrics, verdict, memory = asyncio.run(measure(options))

@@ -1,17 +1,21 @@
 #!/bin/bash
 # Static checks and tests in two halves side by side, one core each, then the simulation: tools/lane.sh BIN SEEDS.
 # Tests that start services as processes are one half, the checks and all other tests the other. The simulation begins
-# on the core of the half that is through first, and goes on on both. The last line adds up pytest's own summaries.
+# on the core of the half that is through first, and goes on on both. The soak, five minutes that mostly wait, runs
+# beside all of it from the beginning. The last line adds up pytest's own summaries.
 set -u
 bin=$1 seeds=$2
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 trap '' USR1  # inherited by the simulation, which may be told to use both cores before it listens
 begin=$SECONDS
+soak=tests/mesh/test_soak.py
 processes=(tests/mesh tests/compose tests/cli/test_up.py)
+others=("${processes[@]/#/--ignore=}")
+processes+=("--ignore=$soak")
 marks='not nightly and not gpu'
 
-half() {  # half NAME FLAGS...: its output and its status go into files
+part() {  # part NAME FLAGS...: its output and its status go into files
   local name=$1
   shift
   "$bin/pytest" -m "$marks" -o cache_dir="$logs/$name.cache" "$@" > "$logs/$name" 2>&1
@@ -28,15 +32,17 @@ again() {  # again NAME FLAGS...: what failed beside everything else runs once m
   echo $? > "$logs/$name.status"
 }
 
-checks_and_half() {  # the checks say at once what they find; the tests run in any case
+checks_and_part() {  # the checks say at once what they find; the tests run in any case
   make --no-print-directory static
   echo $? > "$logs/static.status"
-  half "$@"
+  part "$@"
 }
 
-half processes "${processes[@]}" &
-checks_and_half others "${processes[@]/#/--ignore=}" &
-wait -n
+part soak "$soak" &
+part processes "${processes[@]}" &
+halves=$!
+checks_and_part others "${others[@]}" &
+wait -n $halves $!
 echo "one half of the tests is through: $((SECONDS - begin)) s"
 "$bin/python" -m tests.sim --seeds "$seeds" --jobs 1 > "$logs/sim" 2>&1 &
 sim=$!
@@ -45,15 +51,17 @@ echo "the other too: $((SECONDS - begin)) s"
 until ! kill -USR1 "$sim" 2> /dev/null; do sleep 3; done  # both cores, as soon as it listens
 wait "$sim"
 sim_status=$?
-cat "$logs/processes" "$logs/others" "$logs/sim"
+until [ -e "$logs/soak.status" ]; do sleep 1; done
+cat "$logs/processes" "$logs/others" "$logs/soak" "$logs/sim"
 again processes "${processes[@]}"
-again others "${processes[@]/#/--ignore=}"
+again others "${others[@]}"
+again soak "$soak"
 echo "checks, tests and simulation together: $((SECONDS - begin)) s"
 red=$sim_status
-for part in static processes others; do
-  [ "$(cat "$logs/$part.status")" = 0 ] || { echo "red: $part"; red=1; }
+for name in static processes others soak; do
+  [ "$(cat "$logs/$name.status")" = 0 ] || { echo "red: $name"; red=1; }
 done
-tail -qn 1 "$logs/processes" "$logs/others" | awk -v seconds=$((SECONDS - begin)) -v red=$red '
+tail -qn 1 "$logs/processes" "$logs/others" "$logs/soak" | awk -v seconds=$((SECONDS - begin)) -v red=$red '
   { for (i = 2; i <= NF; i++) if ($i ~ /^(passed|failed|skipped|error|errors),?$/) { sub(",", "", $i); n[$i] += $(i - 1) } }
   END {
     if (!red && n["failed"]) { n["passed"] += n["failed"]; n["passed at the second try"] = n["failed"] }

@@ -1,6 +1,7 @@
-"""Mixed load with faults: afterwards the mesh owns nothing. Reduced `python -m benchmarks soak`; the hour by night.
+"""Mixed load with faults: afterwards the mesh owns nothing. `python -m benchmarks soak`: five minutes; nightly an hour.
 
-In processes of their own: the benchmarks fork, which one with gRPC must not.
+In processes of their own: the benchmarks fork, which one with gRPC must not. The five minutes run beside the rest of
+the lane, so their workers are simulated ones: the mesh, not the model's arithmetic, is what has to give things back.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(720)
 ROOT = Path(__file__).parents[2]
 EXACT = ("tokens_lost", "tokens_doubled", "ids_different", "logprobs_different", "texts_different")
 
@@ -28,12 +29,12 @@ def assert_exact(found, said):
     assert found["client_errors"] == 0 and found["requests"] > 0, said
 
 
-def test_after_a_short_soak_nothing_is_owned(tmp_path):
-    flags = ("--small", "--minutes", "1.5", "--every-s", "15", "--streams", "5", "--per-kind", "1", "--tokens", "16")
-    found, said = measure(tmp_path, "soak", *flags)
+def test_after_five_minutes_of_mixed_load_and_faults_nothing_is_owned(tmp_path):
+    mesh = ("--small", "--sim-step-ms", "80", "--streams", "3", "--per-kind", "1", "--tokens", "16")
+    found, said = measure(tmp_path, "soak", *mesh, "--minutes", "5", "--baseline-min", "5", "--every-s", "30")
     assert_exact(found, said)
     assert found["still_owned"] == found["cannot_happen"] == found["tracebacks"] == 0, said
-    assert found["faults"] >= 3 and found["clients_that_vanished"] >= 3, said
+    assert found["faults"] >= 7 and found["kinds_of_faults"] >= 7 and found["clients_that_vanished"] >= 20, said
 
 
 @pytest.mark.nightly
