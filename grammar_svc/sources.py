@@ -15,7 +15,7 @@ from grammar_svc.schemas import normalise
 from grammar_svc.verdict import Outcome, SourceError
 from meshkit.types import GrammarKind
 
-RULES: Final = 4  # raised when the canonical form, or what a canonical form means, changes
+RULES: Final = 5  # raised when the canonical form, or what a canonical form means, changes
 ID_BYTES: Final = 16
 _TOOL_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _REPEAT: Final = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")

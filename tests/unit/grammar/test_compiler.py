@@ -129,6 +129,35 @@ def test_a_bounded_value_of_a_tool_call_ends_at_its_tag(takes):
     assert not takes(Kind.DSML_TOOLS, tools, f"\n\n{BEGIN}{CALL.replace('Rome', 'x' * 61)}{END}")
 
 
+@pytest.mark.parametrize(
+    ("bounds", "good", "bad"),
+    [
+        ({"maxLength": 4}, ["", "Rome", "é一ab"], ["Paris", "<b>", "a<", "</"]),
+        ({"minLength": 3}, ["abc", "abcdefgh"], ["", "ab", "a<c"]),
+        ({"minLength": 2, "maxLength": 3}, ["ab", "a b"], ["a", "abcd"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("required", [True, False])
+def test_bounds_of_a_tool_calls_values_hold(takes, bounds, good, bad, required):
+    city = {"type": "object", "properties": {"city": {"type": "string", **bounds}, "day": {"type": "string"}}}
+    city["required"] = ["city"] if required else []
+    tools = {"tools": [{"name": "weather", "parameters": city}], "tool_choice": "required"}
+    for text in (*good, *bad):
+        call = f"\n\n{BEGIN}{CALL.replace('Rome', text)}{END}"
+        assert takes(Kind.DSML_TOOLS, tools, call) is (text in good), text
+
+
+def test_a_long_bound_of_a_tool_calls_value_is_not_written_out(made):
+    sizes = []
+    for bound in (20, 2000):
+        city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": bound}}, "required": ["city"]}
+        tools = {"tools": [{"name": "weather", "parameters": city}], "tool_choice": "required"}
+        source = read_source(Kind.DSML_TOOLS, json.dumps(tools), SourceLimits())
+        sizes.append(len(compiler.compile_source(made, source).serialize_json()))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
 def test_a_long_bound_costs_no_more_than_a_short_one(made, vocabulary):
     rows, spent = np.zeros((1, vocabulary.words), np.int32), []
     for bound in (20, 2000):
