@@ -69,6 +69,8 @@ def test_entries_before_write_from_are_not_written():
 def test_chunk_lists():
     from worker_svc.ops.step_lists import triton
 
+    top_k = 300
+
     table = random_table(3, 16, 2)
     spans = [(0, 0, 5), (1, 250, 8), (2, 3000, 195)]  # slot, start, length
     positions = torch.cat([torch.arange(start, start + n) for _, start, n in spans] + [ints(-1)]).int()
@@ -78,11 +80,12 @@ def test_chunk_lists():
     own = torch.arange(tokens, dtype=torch.int32) + 127 * (slots + 1)
     c4, c128 = own * 0 + 2000 + slots * 1000, own * 0 + 700 + slots * 40
     args = (positions, slots, last, table, ints(0, 200, 0), ints(0, 0, 0), own, c4, c128)
-    got, expected = (step_lists.ChunkLists.allocate(tokens, 4096, "cpu") for _ in range(2))
+    got, expected = (step_lists.ChunkLists.allocate(tokens, 4096, "cpu", top_k=top_k) for _ in range(2))
     triton.chunk_lists(*args, ring=RING, out=got)
     step_lists.chunk_lists(*args, ring=RING, out=expected)
+    assert got.top_k == expected.top_k == top_k
     for name, value in fields(expected).items():
-        assert torch.equal(fields(got)[name], value), name
+        assert name == "top_k" or torch.equal(fields(got)[name], value), name
     # The first token of the second row sees keys 200..250, of which 250 is its own.
     assert got.window_index[5, :51].tolist() == list(range(int(own[5]) - 50, int(own[5]) + 1))
     assert (got.window_index[5, 51:] == -1).all()
@@ -90,6 +93,17 @@ def test_chunk_lists():
     assert (got.window_write[13:-1] >= 0).tolist() == [False] * 3 + [True] * 192
     assert got.c128_len[13] == 128 + 23 and got.c128_index[13, 128 + 22] == c128[13] + 22
     assert got.c4_len[13] == 750 and (got.c4_index[13, 128:] == -1).all()
+
+
+def test_a_chunk_lists_no_more_entries_than_the_indexer_chooses_also_where_its_list_is_longer():
+    """A list is as long as whole blocks of 128: what stands behind k must not be read."""
+    positions = torch.tensor([255, 259, 400], dtype=torch.int32)  # 64, 65 and 100 entries
+    zeros = torch.zeros_like(positions)
+    out = step_lists.ChunkLists.allocate(3, 512, "cpu", top_k=64)
+    args = (positions, zeros, positions, random_table(1, 2, 3), ints(0), ints(0), zeros + 200, zeros + 300, zeros + 300)
+    step_lists.chunk_lists(*args, ring=RING, out=out)
+    assert (out.c4_index[:, 128:] >= 0).sum(1).tolist() == [64, 0, 0]
+    assert out.c4_reach.tolist() == [192, 192, 192]
 
 
 class Layer:

@@ -58,11 +58,13 @@ class DecodeLists:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkLists:
-    """Outputs of `chunk_lists`, int32 and contiguous."""
+    """Outputs of `chunk_lists`, int32 and contiguous. Where a token sees more than k entries, `ops.top_entries` fills
+    their part of c4_index."""
 
     window_index: Tensor  # [T, 128] workspace rows, oldest first, -1 padded
     window_write: Tensor  # [T] ring row, -1 for tokens that a later one of the row overwrites
-    c4_index: Tensor  # [T, 128 + k]: the window part is filled here; the rest if c4_len <= k, else -1, for top_entries
+    top_k: int  # k
+    c4_index: Tensor  # [T, 128 + K], K >= k a multiple of 128: window part; all entries if c4_len <= k, else -1
     c4_len: Tensor  # [T] visible entries
     c4_reach: Tensor  # [T] 128 + min(visible, k): how far the list reaches
     c4_write: Tensor  # [T]
@@ -75,6 +77,7 @@ class ChunkLists:
         """Lists for `tokens` tokens of sequences up to max_context tokens long; both lists in whole blocks of 128."""
         whole = -(-max(1, max_context // 128) // 128) * 128
         return ChunkLists(
+            top_k=top_k,
             window_index=_filled(device, tokens, WINDOW),
             window_write=_filled(device, tokens),
             c4_index=_filled(device, tokens, WINDOW + -(-top_k // 128) * 128),

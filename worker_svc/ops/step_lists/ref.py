@@ -79,9 +79,9 @@ def chunk_lists(
         entry = torch.arange(listed.shape[1] - WINDOW, dtype=torch.int32).expand(listed.shape[0], -1)
         taken = entry < visible.unsqueeze(1)
         if ratio == 4:
-            taken = taken & (visible <= entry.shape[1]).unsqueeze(1)
+            taken = taken & (visible <= out.top_k).unsqueeze(1)
             out.c4_len.copy_(visible)
-            out.c4_reach.copy_(torch.where(live, WINDOW + visible.clamp(max=entry.shape[1]), 0))
+            out.c4_reach.copy_(torch.where(live, WINDOW + visible.clamp(max=out.top_k), 0))
         else:
             out.c128_len.copy_(torch.where(live, WINDOW + visible, 0))
         listed[:, :WINDOW] = window

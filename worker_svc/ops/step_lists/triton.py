@@ -114,6 +114,7 @@ def _chunk_lists(
     c128_len,
     c128_write,
     ring,
+    top_k,
     c4_width,
     c128_width,
     BLOCK: tl.constexpr,
@@ -136,11 +137,11 @@ def _chunk_lists(
     oldest_written = tl.load(write_from + slot)
     visible = (position + 1) // 4
     tl.store(c4_len + token, visible)
-    reach = WINDOW + tl.minimum(visible, c4_width - WINDOW)
+    reach = WINDOW + tl.minimum(visible, top_k)
     tl.store(c4_reach + token, tl.where(position >= 0, reach, 0))
     tl.store(c4_write + token, _written(position, table, oldest_written, 4, 64))
     base = tl.load(c4_base + token)
-    known = tl.where(visible <= c4_width - WINDOW, visible, 0)
+    known = tl.where(visible <= top_k, visible, 0)
     for begin in range(0, c4_width - WINDOW, BLOCK):
         entry = begin + tl.arange(0, BLOCK)
         tl.store(c4_index + WINDOW + entry, tl.where(entry < known, base + entry, -1), mask=entry < c4_width - WINDOW)
@@ -229,6 +230,7 @@ def chunk_lists(
         out.c128_len,
         out.c128_write,
         ring,
+        out.top_k,
         out.c4_index.shape[1],
         out.c128_index.shape[1],
         BLOCK=BLOCK,
