@@ -13,6 +13,7 @@ from worker_svc.gpu.overlap import Overlap
 from worker_svc.gpu.pools import LayerPools
 from worker_svc.gpu.step import JOINED_ROWS, ChunkStep, DecodeStep, EntryArea
 from worker_svc.gpu.weights import AttentionWeights
+from worker_svc.ops import invariant
 from worker_svc.ops.attention_output import attention_output
 from worker_svc.ops.bf16_gemm import bf16_gemm
 from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step
@@ -129,7 +130,7 @@ class Attention:
         elif self.ratio:
             rows, length = lists.c128_rows, lists.c128_len
         keys = (q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length)
-        if len(q) <= JOINED_ROWS:
+        if len(q) <= JOINED_ROWS and not invariant.on():
             turned = (self.turns, step.positions, out.codes, out.scale)
             paged_attention(*keys, self.weights.sink, self.scale, *turned)
             return
@@ -182,6 +183,8 @@ class Attention:
                 self._select_workspace(index, step, pools, area)
         keys = {0: lists.window_index, 4: lists.c4_index, 128: lists.c128_index}[self.ratio]
         reach = lists.c4_reach if self.ratio == 4 else None
+        if self.ratio == 128 and invariant.on():
+            reach = lists.c128_len  # the library is no faster for it, our kernel is
         return chunk_attention(q, workspace, keys, self.weights.sink, self.scale, reach)
 
     def _select_workspace(self, index: IndexQuery, step: ChunkStep, pools: LayerPools, area: EntryArea) -> None:

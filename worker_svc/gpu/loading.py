@@ -22,20 +22,24 @@ from worker_svc.core.table import PoolConfig
 from worker_svc.executor import revision_of, rules_of
 from worker_svc.gpu.ahead import compile_ahead, warm_up
 from worker_svc.gpu.executor import GpuExecutor
+from worker_svc.gpu.invariance_cases import Cases
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.pools import GpuPools
+from worker_svc.gpu.self_check import check_forward, choose_backends
 from worker_svc.gpu.transformer import Transformer
 from worker_svc.gpu.weights import WeightLoader, WeightSource
 from worker_svc.kernel_cache import CompileWatch, mismatch, open_cache, read_manifest, shape_digest, this_machine
 from worker_svc.kv.layout import KvLayout
 from worker_svc.loaded import Loaded
 from worker_svc.loading import LoadProgress
-from worker_svc.ops import registry
+from worker_svc.ops import invariant, registry
 from worker_svc.sampling import VocabRules
 
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
 MAX_VERIFY: Final = 1
+CHECKED_ROWS: Final = 256
+"""Rows among which an operation's are compared when a deterministic worker starts."""
 POOL_SHARE: Final = 0.75
 """Of the memory left beside the weights: the rest is for activations of the largest step, graphs and libraries."""
 
@@ -78,9 +82,13 @@ def from_source(
     layout = KvLayout(config=source.config, numerics=numerics, max_verify=MAX_VERIFY)
     log.info("loading %s on %s: %s", folder.name, torch.cuda.get_device_name(device), numerics.describe())
     slots, step_tokens = config.slots or SLOTS, config.max_step_tokens or STEP_TOKENS
+    switch_mode(config)
     with _lap(laps, "weights", device):
         told = None if progress is None else lambda done, total: progress("build", done, total)
         weights = WeightLoader(source, device).model(told)
+    if config.deterministic:
+        with _lap(laps, "operations checked", device):
+            choose_backends(Cases(weights, source.config, device, rows=CHECKED_ROWS), device)
     with _lap(laps, "pools", device):
         pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
         pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
@@ -101,12 +109,23 @@ def from_source(
         executor.capture()
     with _lap(laps, "warm-up", device):
         warm_up(executor, step_tokens)
+    if config.deterministic:
+        with _lap(laps, "forward checked", device):
+            check_forward(executor, step_tokens)
     executor.watch(CompileWatch.of_environment())
     return Loaded(
         executor,
         info,
         PoolConfig(slots=slots, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY),
     )
+
+
+def switch_mode(config: WorkerConfig) -> None:
+    """Deterministic mode on or off, before weights choose their backends; GpuError if a pin or the machine forbids."""
+    try:
+        invariant.switch(config.deterministic)
+    except registry.KernelError as error:
+        raise GpuError(str(error)) from error
 
 
 @contextmanager
@@ -173,9 +192,6 @@ def gpu() -> torch.device:
 def gpu_numerics(source: WeightSource, config: WorkerConfig) -> Numerics:
     """FP8 activations and KV unless told otherwise; refuses what no kernel does. Checks the model's shapes too."""
     check_shapes(source.config)
-    if config.deterministic:
-        reason = "tiles and splits of GPU kernels follow the batch, and so do the last bits of a result"
-        raise NumericsError("--deterministic", "with --device cuda", reason, ("--device cpu", "--no-deterministic"))
     if source.expert_format != "fp4":
         raise NumericsError(
             "--device", "cuda", "the checkpoint has FP8 experts, for which there is no kernel yet", ("cpu",)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
+from worker_svc.ops import invariant
 from worker_svc.ops.index_scores import ScorePlan
 from worker_svc.ops.slot_step import Field
 from worker_svc.ops.sparse_attention import DecodePlan, decode_plans
@@ -22,7 +23,8 @@ from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, deco
 
 Ints = npt.NDArray[np.int64]
 JOINED_ROWS = 8
-"""Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel."""
+"""Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel.
+Deterministic mode never joins them: chunks cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ def decode_step(
     """Fill the lists for these rows and describe the step."""
     decode_lists(positions, slots, tables.pages, tables.fresh_from, tables.write_from, ring=pools.ring, out=lists)
     plans: dict[int, DecodePlan] = {}
-    if len(ids) > JOINED_ROWS:
+    if len(ids) > JOINED_ROWS or invariant.on():
         heads = pools.layout.config.num_attention_heads
         plans = decode_plans(lists.window_len, lists.top_len, lists.c128_len, heads)
     return DecodeStep(

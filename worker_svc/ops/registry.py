@@ -76,7 +76,7 @@ PACKAGES: Mapping[str, Package] = {
 # With one backend there is nothing to pin: that is what the operation runs on a GPU, and on the CPU it is torch.
 OPS: Mapping[str, tuple[str, ...]] = {
     "fp8_gemm": ("deep_gemm", "triton", "torch"),
-    "bf16_gemm": ("torch",),
+    "bf16_gemm": ("torch", "deep_gemm", "triton"),  # torch: cuBLAS, for few rows skinny_gemm
     "experts": ("humming", "torch"),
     "large_experts": ("humming", "nvrtc"),  # our own product runs when it is pinned
     "sparse_attention": ("flash_mla", "triton", "torch"),
@@ -100,6 +100,8 @@ OPS: Mapping[str, tuple[str, ...]] = {
 }
 
 _pins: dict[str, str] = {}
+_required: dict[str, str] = {}
+"""By `ops.invariant`, of which no pin is another."""
 
 
 @functools.cache
@@ -172,6 +174,23 @@ def pin(pins: Iterable[str]) -> None:
     backend.cache_clear()
 
 
+def pinned(op: str) -> str:
+    """The pin of an operation, or nothing."""
+    return _pins.get(op, "")
+
+
+def require(chosen: Mapping[str, str]) -> None:
+    """These backends whatever comes first in the table, until the next call; see `ops.invariant`."""
+    _required.clear()
+    _required.update(chosen)
+    backend.cache_clear()
+
+
+def required() -> dict[str, str]:
+    """What `require` was last told."""
+    return dict(_required)
+
+
 def choose(op: str, pins: Mapping[str, str]) -> Choice:
     """The backend of one operation; KernelError if it is pinned to one that cannot run."""
     wanted = pins.get(op)
@@ -179,7 +198,7 @@ def choose(op: str, pins: Mapping[str, str]) -> Choice:
     first = probe(OPS[op][0]) if OPS[op][0] in PACKAGES else None
     pip = f"pip install {first.pip}" if first is not None and not first.available else ""
     for name in (wanted,) if wanted else OPS[op]:
-        reason = _obstacle(name)
+        reason = obstacle(name)
         if not reason:
             return Choice(op, name, wanted is not None, passed, pip)
         passed[name] = reason
@@ -190,7 +209,7 @@ def choose(op: str, pins: Mapping[str, str]) -> Choice:
     raise KernelError(f"--kernel {op}={name}: {reason}{fix}")
 
 
-def _obstacle(name: str) -> str:
+def obstacle(name: str) -> str:
     """Why a backend cannot run here; empty if it can."""
     if name == "torch":
         return ""
@@ -205,8 +224,8 @@ def _obstacle(name: str) -> str:
 
 @functools.cache
 def backend(op: str) -> str:
-    """The chosen backend's name, pins applied."""
-    return choose(op, _pins).backend
+    """The chosen backend's name, pins and requirements applied."""
+    return choose(op, _pins | _required).backend
 
 
 def on_kernel(op: str, is_cuda: bool) -> bool:

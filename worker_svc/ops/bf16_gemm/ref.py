@@ -2,7 +2,10 @@
 
 from torch import Tensor
 
+from worker_svc.ops import invariant
+from worker_svc.ops.matmul import matmul
+
 
 def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """See the door."""
-    return x.float() @ weight.float().t()
+    return matmul(x.float(), weight.float().t(), deterministic=invariant.on())

@@ -53,12 +53,16 @@ class PackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """How a step of so many tokens runs: block size of the sort, and the tiles of both products (backend's own)."""
+    """How a step of so many tokens runs: block size of the sort, and the tiles of both products (backend's own).
+
+    invariant: tiles and kernels are those of deterministic mode (`ops.invariant`).
+    """
 
     tokens: int
     block: int
     up: str = ""
     down: str = ""
+    invariant: bool = False
 
 
 class Fp4Experts(Protocol):

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker_svc.ops import quant_fp4, registry
+from worker_svc.ops import invariant, quant_fp4, registry
 from worker_svc.ops.expert_sort import Sorted, allocate, sort_slots
 from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts, row_scales, wgmma
 from worker_svc.ops.swiglu_experts import Hidden, middle, middle_bf16
 
 INDEXED = json.dumps({"gemm_type": "indexed"})
+INVARIANT = json.dumps({"gemm_type": "indexed", "use_batch_invariant": True})
 LARGE = "wgmma"
 MANY_ROWS = 32
 """Rows of an expert, on average, from which our own product runs: a first form of it was faster from there on."""
@@ -62,31 +63,35 @@ class HummingExperts:
         self.hidden, self.inner, self.experts = packed.hidden, packed.inner, packed.w13.shape[0]
         self._up = _Product(packed.w13, packed.w13_scale, activation)
         self._down = _Product(packed.w2, packed.w2_scale, activation)
-        self._plans: dict[tuple[int, int], ExpertPlan] = {}
+        self._plans: dict[tuple[int, int, bool], ExpertPlan] = {}
         self._large = self._up.readable and self._down.readable and registry.backend("large_experts") == "nvrtc"
         self.own_from = MANY_ROWS
 
     def plan(self, tokens: int, k: int) -> ExpertPlan:
         """See the door. Both products share the sort, so they must share its block size."""
-        if self._large and tokens * k >= self.own_from * self.experts:
+        exact = invariant.on()
+        if self._large and tokens * k >= self.own_from * self.experts and not exact:
             return ExpertPlan(tokens, wgmma.SORT_BLOCK, LARGE, LARGE)
-        if (tokens, k) not in self._plans:
-            up, down = self._up.tile(tokens, k, self.activation), self._down.tile(tokens, k, self.activation)
+        if (tokens, k, exact) not in self._plans:
+            up, down = (product.tile(tokens, k, self.activation, exact) for product in (self._up, self._down))
             if up["block_shape"][0] != down["block_shape"][0]:
                 down = up
-            self._plans[tokens, k] = ExpertPlan(tokens, up["block_shape"][0], json.dumps(up), json.dumps(down))
-        return self._plans[tokens, k]
+            tiles = up["block_shape"][0], json.dumps(up), json.dumps(down)
+            self._plans[tokens, k, exact] = ExpertPlan(tokens, *tiles, exact)
+        return self._plans[tokens, k, exact]
 
     def prepare(self, steps: Iterable[int], k: int) -> int:
         """Compile what steps of these many tokens need, on all cores; how many kernels those are."""
-        tiles = {(product, tile) for t in set(steps) for product, tile in self._tiles(self.plan(t, k))}
+        plans = [self.plan(t, k) for t in set(steps)]
+        kernels = {kernel for plan in plans for kernel in self._kernels(plan)}
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 16), thread_name_prefix="compile") as pool:
-            for done in [pool.submit(product.prepare, tile) for product, tile in tiles]:
+            for done in [pool.submit(product.prepare, tile, compute) for product, tile, compute in kernels]:
                 done.result()
-        return len(tiles)
+        return len(kernels)
 
-    def _tiles(self, plan: ExpertPlan) -> tuple[tuple[_Product, str], tuple[_Product, str]]:
-        return (self._up, plan.up), (self._down, plan.down)
+    def _kernels(self, plan: ExpertPlan) -> tuple[tuple[_Product, str, str], tuple[_Product, str, str]]:
+        compute = _compute(plan)
+        return (self._up, plan.up, compute), (self._down, plan.down, compute)
 
     def run(
         self,
@@ -107,17 +112,18 @@ class HummingExperts:
         if plan.up == LARGE:
             assert scale is not None
             return self._run_large(x, scale, order, weights, shared, hidden)
-        self._up(x, scale, order, k, plan.up, hidden)
+        compute = _compute(plan)
+        self._up(x, scale, order, k, plan.up, hidden, compute)
         out = torch.empty(tokens * k, self.hidden, dtype=torch.bfloat16, device=x.device)
         if scale is not None:
             codes = torch.empty(tokens * k, self.inner, dtype=torch.float8_e4m3fn, device=x.device)
             inner_scale = torch.empty(tokens * k, self.inner // 128, device=x.device)
             middle(Hidden(hidden, codes, inner_scale, weights.view(-1)), shared, self.limit)
-            self._down(codes, inner_scale, order, 1, plan.down, out)
+            self._down(codes, inner_scale, order, 1, plan.down, out, compute)
         else:
             rounded = torch.empty(tokens * k, self.inner, dtype=torch.bfloat16, device=x.device)
             middle_bf16(hidden, weights.view(-1), rounded, self.limit)
-            self._down(rounded, None, order, 1, plan.down, out)
+            self._down(rounded, None, order, 1, plan.down, out, compute)
         return out
 
     def _run_large(
@@ -136,6 +142,10 @@ class HummingExperts:
         out = torch.empty(slots, self.hidden, dtype=torch.bfloat16, device=x.device)
         self._down.many(codes, code_scale, order, 1, out)
         return out
+
+
+def _compute(plan: ExpertPlan) -> str:
+    return INVARIANT if plan.invariant else INDEXED
 
 
 class _Product:
@@ -178,13 +188,16 @@ class _Product:
         layer = self.layer
         wgmma.product(x, scale, layer.weight, layer.weight_scale, layer.weight_scale_2, order, k, out)
 
-    def tile(self, tokens: int, k: int, activation: Activation) -> dict[str, Any]:
-        """Tile of a step: plain values, as the product takes them."""
+    def tile(self, tokens: int, k: int, activation: Activation, exact: bool = False) -> dict[str, Any]:
+        """Tile of a step: plain values, as the product takes them. exact: sums as at all other sizes."""
 
         def heuristic(slots: int) -> dict[str, Any]:
-            found = self._heuristics(self.layer.humming_config, shape_m=slots, gemm_type="indexed")
+            config = self.layer.humming_config
+            found = self._heuristics(config, shape_m=slots, gemm_type="indexed", use_batch_invariant=exact)
             return {name: getattr(value, "value", value) for name, value in found.items()}
 
+        if exact:
+            return heuristic(tokens * k)
         if activation == "fp8":
             if tokens == 1:  # without stream-K: it adds partial sums in BF16
                 return heuristic(8 * k) | {"num_stages": 6, "use_stream_k": False}
@@ -192,20 +205,22 @@ class _Product:
                 return heuristic(512 * k)
         return heuristic(tokens * k)
 
-    def prepare(self, tile: str) -> None:
+    def prepare(self, tile: str, compute: str = INDEXED) -> None:
         """Compile one tile, if it is not in the cache on disk."""
         if tile == LARGE:
             weight = self.layer.weight
             wgmma.load(weight.shape[1] * 64, weight.shape[2] // 8, weight.device)
             return
-        self._kernel.prepare_kernels(self._config, INDEXED, tile, self.layer.weight.device)
+        self._kernel.prepare_kernels(self._config, compute, tile, self.layer.weight.device)
 
-    def __call__(self, x: Tensor, scale: Tensor | None, order: Any, k: int, tile: str, out: Tensor) -> None:
+    def __call__(
+        self, x: Tensor, scale: Tensor | None, order: Any, k: int, tile: str, out: Tensor, compute: str = INDEXED
+    ) -> None:
         """out[slot] of every slot in `order`, from row slot // k of x."""
         layer = self.layer
         self._gemm(
             layer_config=self._config,
-            compute_config=INDEXED,
+            compute_config=compute,
             tuning_config=tile,
             inputs=x,
             weight=layer.weight,

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from worker_svc.ops import quant_fp4
+from worker_svc.ops import invariant, quant_fp4
 from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts
+from worker_svc.ops.matmul import matmul
 from worker_svc.ops.swiglu_experts import Hidden, middle, middle_bf16
 
 
@@ -69,7 +70,7 @@ class TorchExperts:
         for expert in sorted(set(slots[slots >= 0].tolist())):
             mine = (slots == expert).nonzero().flatten()
             w = quant_fp4.dequantise(weight[expert], weight_scale[expert])
-            out[mine] = (x[source[mine]] @ w.t()).bfloat16()
+            out[mine] = matmul(x[source[mine]], w.t(), deterministic=invariant.on()).bfloat16()
 
 
 def _exact(x: Tensor, scale: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker_svc.ops import registry
+from worker_svc.ops import invariant, registry
 from worker_svc.ops.fp8_gemm import ref
 from worker_svc.ops.skinny_gemm import MAX_ROWS
 
@@ -52,17 +52,19 @@ def fp8_gemm(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
         from worker_svc.ops.skinny_gemm import fp8
 
         out = torch.empty(x.codes.shape[0], weight.codes.shape[0], dtype=torch.bfloat16, device=x.codes.device)
-        return fp8(x.codes, x.scale, weight.codes, weight.scale, out)
+        return fp8(x.codes, x.scale, weight.codes, weight.scale, out, tiled=invariant.on())
     from worker_svc.ops.fp8_gemm import deep_gemm
 
     return deep_gemm.fp8_gemm(x.codes, x.scale, weight.codes, weight.scale)
 
 
 def _backend(codes: Tensor) -> str:
-    """Of a product with these rows: our kernel only while they are few."""
+    """Of a product with these rows: our kernel only while they are few, unless one has to serve all."""
     if not codes.is_cuda:
         return "torch"
     chosen, rows = registry.backend("fp8_gemm"), codes.shape[0]
+    if invariant.on():
+        return chosen
     if chosen == "triton":
         return chosen if rows <= MAX_ROWS else "torch"
     return "triton" if chosen == "deep_gemm" and rows <= SKINNY_ROWS else chosen
@@ -86,7 +88,7 @@ def fp8_grouped(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
 
         shape = (x.codes.shape[0], *weight.codes.shape[:2])
         out = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
-        return skinny(x.codes, x.scale, weight.codes, weight.scale, out)
+        return skinny(x.codes, x.scale, weight.codes, weight.scale, out, tiled=invariant.on())
     from worker_svc.ops.fp8_gemm import deep_gemm
 
     return deep_gemm.fp8_grouped(x.codes, x.scale, weight.codes, weight.scale)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_svc.ops import invariant
+
 RECIPE = (1, 128, 128)
 APART_ROWS = 8192
 """From here on a product for each group is faster than the grouped one: 833 against 998 us at 16,384 rows of wo_a on an
@@ -32,7 +34,7 @@ def fp8_gemm(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor)
 def fp8_grouped(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """See the door."""
     out = torch.empty(codes.shape[0], *weight.shape[:2], dtype=torch.bfloat16, device=codes.device)
-    if codes.shape[0] < APART_ROWS:
+    if codes.shape[0] < APART_ROWS or invariant.on():
         package().fp8_einsum("bhr,hdr->bhd", (codes, scale), (weight, weight_scale), out, recipe=RECIPE)
         return out
     for group in range(weight.shape[0]):

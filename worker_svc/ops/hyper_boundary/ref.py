@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker_svc.ops import invariant
 from worker_svc.ops.hyper_boundary.mixer import STREAMS, BoundaryRules, Mixer
 from worker_svc.ops.hyper_mix import collapse, expand
 from worker_svc.ops.hyper_mix.ref import mix_weights
+from worker_svc.ops.matmul import matmul
 from worker_svc.ops.quant_fp8 import ACTIVATION_BLOCK, quantise, scale_value
 from worker_svc.ops.rms_norm import inverse_rms, rms_norm
 
@@ -33,7 +35,8 @@ def post_mix(
         sublayer = rows.view(tokens, -1, width).float().sum(1) + shared.float()
     else:
         sublayer = out.float()
-    x_out.copy_(expand(sublayer, x_in.float(), post, comb.view(-1, STREAMS, STREAMS)))
+    mixed = expand(sublayer, x_in.float(), post, comb.view(-1, STREAMS, STREAMS), deterministic=invariant.on())
+    x_out.copy_(mixed)
 
 
 def pre_norm(
@@ -76,4 +79,7 @@ def head_norm(x: Tensor, mixer: Mixer, norm_weight: Tensor, rules: BoundaryRules
 
 def _mixes(x: Tensor, mixer: Mixer, scale: Tensor, rules: BoundaryRules) -> Tensor:
     flat = x.flatten(1).float()
-    return (flat @ mixer.fn.t()) * inverse_rms(flat, rules.norm_eps) * scale + mixer.base
+    return (
+        matmul(flat, mixer.fn.t(), deterministic=invariant.on()) * inverse_rms(flat, rules.norm_eps) * scale
+        + mixer.base
+    )

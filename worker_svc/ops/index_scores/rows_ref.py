@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from worker_svc.ops import invariant
+from worker_svc.ops.index_scores.ref import blocked_scores
 from worker_svc.ops.kv_rows import INDEX_DIM, gather_index_rows
 from worker_svc.ops.step_lists.ref import entry_rows
 
@@ -37,4 +39,6 @@ def ragged_scores(
 
 def _scores(codes: Tensor, folded: Tensor, keys: Tensor, scale: Tensor) -> Tensor:
     """codes [h, 128], folded [h], keys [n, 128], scale [n] -> [n]; the key's scale is positive: it passes the relu."""
+    if invariant.on():
+        return blocked_scores(codes.float().unsqueeze(0), keys.float(), folded.unsqueeze(0))[0] * scale
     return folded @ (codes.float() @ keys.float().t()).relu() * scale

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops import invariant
 from worker_svc.ops.triton_hadamard import sign_matrix
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
@@ -117,19 +118,20 @@ def query_heads(
 ) -> None:
     """See the door. Many tokens take two launches: the indexer's programs need twice the registers of the heads'."""
     tokens, heads = q.shape[:2]
+    few = tokens <= FEW_TOKENS and not invariant.on()
     blocks = triton.cdiv(heads, HEADS)
     args = (q, q.stride(0), out, out.stride(0), heads, turns, positions, eps)
     fp16 = out.dtype == torch.float16
     index_tile, index_blocks, extra = 0, 0, (q, 0, q, 0, q, q, q, 0, 0, 0.0)
     if index is not None:
         index_heads, padded = index.weights.shape[1], index.codes.shape[1]
-        index_tile = 16 if tokens <= FEW_TOKENS else min(64, max(16, triton.next_power_of_2(padded)))
+        index_tile = 16 if few else min(64, max(16, triton.next_power_of_2(padded)))
         index_blocks = triton.cdiv(padded, index_tile)
         extra = (
             index.raw, index.raw.stride(0), index.weights, index.weights.stride(0), index.codes, index.folded,
             sign_matrix(q.device), index_heads, padded, 128**-0.5 * index_heads**-0.5,
         )  # fmt: skip
-    if index is None or tokens <= FEW_TOKENS:
+    if index is None or few:
         _query_heads[(tokens, blocks + index_blocks)](
             *args, *extra, QUERY_BLOCKS=blocks, HEADS=HEADS, INDEX_HEADS=index_tile, FP16=fp16, num_warps=4
         )

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from worker_svc.ops.triton_numbers import dot, to_bf16
 
+TILED_ROWS = 64
+"""Of a program where any number of rows is cut into such tiles."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -44,15 +47,23 @@ def tile_bf16(rows: int, columns: int, inner: int) -> Tile:
 
 
 def fp8_grouped(
-    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor, tile: Tile | None = None
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+    tile: Tile | None = None,
+    *,
+    tiled: bool = False,
 ) -> None:
     """See the door; `tile` is for tuning."""
     rows, groups, inner = codes.shape
     columns = weight.shape[1]
     if rows == 0:
         return
-    tile = tile or tile_fp8(rows, columns * groups, inner)
-    _skinny_fp8[(triton.cdiv(columns, tile.columns), groups)](
+    row_tile = TILED_ROWS if tiled else _row_tile(rows)
+    tile = tile or tile_fp8(row_tile if tiled else rows, columns * groups, inner)
+    _skinny_fp8[(triton.cdiv(columns, tile.columns), groups, triton.cdiv(rows, row_tile))](
         codes,
         scale,
         weight,
@@ -66,7 +77,7 @@ def fp8_grouped(
         out.stride(1),
         COLUMNS=columns,
         INNER=inner,
-        ROWS=_row_tile(rows),
+        ROWS=row_tile,
         TILE=tile.columns,
         STEP=tile.inner,
         TO_BF16=out.element_size() == 2,
@@ -75,16 +86,17 @@ def fp8_grouped(
     )
 
 
-def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> None:
+def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None, *, tiled: bool = False) -> None:
     """See the door; `tile` is for tuning."""
     rows, inner = x.shape
     parts = out.shape[0] if out.dim() == 3 else 1
     columns = weight.shape[0]
     if rows == 0:
         return
-    tile = tile or tile_bf16(rows, columns, inner)
+    row_tile = TILED_ROWS if tiled else _row_tile(rows)
+    tile = tile or tile_bf16(row_tile if tiled else rows, columns, inner)
     steps = triton.cdiv(triton.cdiv(inner, tile.inner), parts)
-    _skinny_bf16[(triton.cdiv(columns, tile.columns), parts)](
+    _skinny_bf16[(triton.cdiv(columns, tile.columns), parts, triton.cdiv(rows, row_tile))](
         x,
         weight,
         out,
@@ -94,7 +106,7 @@ def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None) -> No
         INNER=inner,
         STEPS=steps,
         EVEN=steps * parts * tile.inner == inner,
-        ROWS=_row_tile(rows),
+        ROWS=row_tile,
         TILE=tile.columns,
         STEP=tile.inner,
         TO_BF16=out.element_size() == 2,
@@ -138,7 +150,11 @@ def _skinny_fp8(
     m = tl.arange(0, ROWS)
     k = tl.arange(0, 128)
     p = tl.arange(0, PARTS)
-    here = m < rows
+    first = tl.program_id(2) * ROWS
+    here = m < rows - first
+    x_ptr += first.to(tl.int64) * x_row
+    sx_ptr += first.to(tl.int64) * sx_row
+    out_ptr += first.to(tl.int64) * out_row
     inside = n < COLUMNS
     x = x_ptr + m[None, :] * x_row + group * x_group + k[:, None]
     sx = sx_ptr + m[None, :] * sx_row + group * sx_group
@@ -183,7 +199,10 @@ def _skinny_bf16(
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = tl.arange(0, ROWS)
     k = part * (STEPS * STEP) + tl.arange(0, STEP)
-    here = m < rows
+    first = tl.program_id(2) * ROWS
+    here = m < rows - first
+    x_ptr += first.to(tl.int64) * x_row
+    out_ptr += first.to(tl.int64) * COLUMNS
     inside = n < COLUMNS
     x = x_ptr + m[None, :] * x_row + k[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * INNER + k[None, :]

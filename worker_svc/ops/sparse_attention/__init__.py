@@ -120,5 +120,5 @@ def chunk_attention(
     from worker_svc.ops.sparse_attention import triton
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    triton.sparse_prefill(q, keys, index, sink, scale, out)
+    triton.sparse_prefill(q, keys, index, sink, scale, out, reach)
     return out

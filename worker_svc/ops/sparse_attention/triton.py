@@ -4,6 +4,9 @@ A tile of rows is dequantised once into shared memory, in the type of the querie
 FP16 queries make that cheapest (FP16 holds E4M3 values exactly, and their scales too with rows that a norm bounds);
 BF16 queries work as well. The joining pass adds the sink; it can also turn the output back and quantise it, which saves
 a launch and a trip through memory.
+
+In deterministic mode (`ops.invariant`) a split is always SHARE tiles of a token's keys, and splits are joined one after
+the other: what a token reads decides alone how it is added up, in decode and in chunks.
 """
 
 # ruff: noqa: ANN001, ANN202, N803
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops import invariant
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
@@ -24,6 +28,8 @@ from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair
 LOG2E = 1.4426950408889634
 SM_FILL = 132
 """Programs that make a Hopper GPU busy; more splits than that only add work."""
+JOIN_HEADS = 4
+"""Heads of a program that joins splits in order."""
 JOIN_VALUES = 8192
 """FP16 values that a joining program holds."""
 
@@ -37,6 +43,13 @@ class Tile:
     warps: int = 8
     stages: int = 2
 
+
+WINDOW = tl.constexpr(128)
+"""Keys of a window list, whatever it holds of them."""
+SHARE = 4
+"""Tiles of a split in deterministic mode: three splits of an indexed layer's 640 keys."""
+PART_BYTES = 1 << 29
+"""Splits' outputs that exist at once there: a chunk's queries go in groups of so many bytes."""
 
 FEW_TOKENS = 4
 TILE_FEW, TILE_MANY = Tile(keys=32, stages=1), Tile()
@@ -101,8 +114,10 @@ def _attend_rows(
     q, q_stride, heads, window, page_bytes, window_rows, window_stride, window_len,
     entries_after, entry_rows, entry_stride, entry_len, part, lse, factor, splits,
     FP8: tl.constexpr, FP16: tl.constexpr, ENTRIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
+    SHARE: tl.constexpr,
 ):  # fmt: skip
-    """One token, one split, HEADS heads. `entries_after`: bytes from the window pool to the entry pool."""
+    """One token, one split, HEADS heads. `entries_after`: bytes from the window pool to the entry pool. SHARE 0: the
+    token's tiles are spread over the splits; else that many go to each, and the window takes its full number."""
     token = tl.program_id(0)
     split = tl.program_id(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -121,9 +136,14 @@ def _attend_rows(
     far = 0
     if ENTRIES:
         far = tl.load(entry_len + token)
-    near_blocks = tl.cdiv(near, KEYS)
-    blocks = near_blocks + tl.cdiv(far, KEYS)
-    share = tl.cdiv(blocks, splits)
+    if SHARE == 0:
+        near_blocks = tl.cdiv(near, KEYS)
+        blocks = near_blocks + tl.cdiv(far, KEYS)
+        share = tl.cdiv(blocks, splits)
+    else:
+        near_blocks = WINDOW // KEYS
+        blocks = near_blocks + tl.cdiv(far, KEYS)
+        share = SHARE
     for block in range(split * share, tl.minimum((split + 1) * share, blocks)):
         number = block * KEYS + tl.arange(0, KEYS)
         row = tl.load(window_rows + token.to(tl.int64) * window_stride + number, mask=number < near, other=-1)
@@ -166,6 +186,8 @@ def _attend_rows(
     )
     scale = tl.where(reached, 1.0 / tl.where(reached, total, 1.0), 0.0)
     target = part + line * heads * 512
+    if SHARE != 0:  # nobody reads the output of a split without keys
+        heads = tl.where(split * share < blocks, heads, 0)
     _store_part(target, head, heads, o0, scale, 0, 256)
     _store_part(target, head, heads, o1, scale, 256, 128)
     _store_part(target, head, heads, o2, scale, 384, 64)
@@ -213,6 +235,35 @@ def _join_splits(
         tl.store(address + column.to(tl.int64) * scale_column, factor, mask=known)
     else:
         tl.store(out + row + place, to_bf16(y), mask=known[:, None])
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join_in_order(part, lse, sink, out, heads, splits, HEADS: tl.constexpr):
+    """As `_join_splits` to BF16, one split after the other; those without keys change nothing."""
+    token = tl.program_id(0)
+    block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)
+    head = block // 4
+    known = block < heads * 4
+    place = tl.arange(0, 128)[None, :]
+    own = tl.load(sink + head, mask=known, other=0.0) * 1.4426950408889634
+    top = own
+    for split in range(splits):
+        line = lse + (token.to(tl.int64) * splits + split) * heads
+        top = tl.maximum(top, tl.load(line + head, mask=known, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.exp2(own - top)
+    y = tl.zeros((HEADS * 4, 128), tl.float32)
+    for split in range(splits):
+        line = token.to(tl.int64) * splits + split
+        each = tl.load(lse + line * heads + head, mask=known, other=float("-inf"))
+        seen = (each != float("-inf"))[:, None] & (place >= 0)
+        source = part + line * heads * 512 + block[:, None] * 128 + place
+        weight = tl.exp2(each - top)
+        y += tl.load(source, mask=seen, other=0.0).to(tl.float32) * weight[:, None]
+        total += weight
+    y = y * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    row = (token.to(tl.int64) * heads * 4 + block)[:, None] * 128
+    tl.store(out + row + place, to_bf16(y), mask=known[:, None])
 
 
 def tile_for(tokens: int, heads: int) -> Tile:
@@ -265,6 +316,7 @@ def _launch(
     tile: Tile,
     *,
     fp8: bool,
+    share: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """near: pool, bytes of its pages, rows, lengths; far: pool, rows, lengths."""
     tokens, heads = q.shape[:2]
@@ -278,9 +330,44 @@ def _launch(
         entries.data_ptr() - window.data_ptr(), entry_rows, entry_rows.stride(0), entry_len,
         part, lse, scale * LOG2E, splits,
         FP8=fp8, FP16=q.dtype == torch.float16, ENTRIES=far is not None, KEYS=tile.keys, HEADS=tile.heads,
-        num_warps=tile.warps, num_stages=tile.stages,
+        SHARE=share, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return part, lse
+
+
+def _in_order(
+    q: Tensor,
+    near: tuple[Tensor, int, Tensor, Tensor],
+    far: tuple[Tensor, Tensor, Tensor] | None,
+    sink: Tensor,
+    scale: float,
+    out: Tensor,
+    *,
+    fp8: bool,
+) -> None:
+    """Deterministic mode: one tile and SHARE of them to a split, whatever there is to do. Rows of `near` are a window's
+    list; tokens go in groups, of which none has more than PART_BYTES of splits' outputs."""
+    tokens, heads = q.shape[:2]
+    tile = tile_for(FEW_TOKENS + 1, heads)
+    window, page_bytes, window_rows, window_len = near
+    assert window_rows.shape[1] == WINDOW.value and WINDOW.value % tile.keys == 0, window_rows.shape
+    tiles = WINDOW.value // tile.keys + (0 if far is None else _blocks(far[1].shape[1], tile.keys))
+    splits = _blocks(tiles, SHARE)
+    group = max(64, PART_BYTES // (splits * heads * 1024) // 64 * 64)
+    for first in range(0, tokens, group):
+        some = slice(first, first + group)
+        part, lse = _launch(
+            q[some],
+            (window, page_bytes, window_rows[some], window_len[some]),
+            None if far is None else (far[0], far[1][some], far[2][some]),
+            scale,
+            splits,
+            tile,
+            fp8=fp8,
+            share=SHARE,
+        )
+        grid = lse.shape[0], _blocks(heads, JOIN_HEADS)
+        _join_in_order[grid](part, lse, sink, out[some], heads, splits, HEADS=JOIN_HEADS, num_warps=4)
 
 
 def join(part: Tensor, lse: Tensor, sink: Tensor, out: Tensor) -> None:
@@ -324,15 +411,37 @@ def sparse_decode(
     out: Tensor,
 ) -> None:
     """See `decode_attention` of the door."""
+    if invariant.on():
+        near = (window, window.stride(0), window_rows, window_len)
+        far = None
+        if entries is not None and entry_rows is not None and entry_len is not None:
+            far = (entries, entry_rows, entry_len)
+        _in_order(q, near, far, sink, scale, out, fp8=window.shape[1] != BF16_PAGE_BYTES)
+        return
     part, lse = attend(q, window, window_rows, window_len, entries, entry_rows, entry_len, scale)
     join(part, lse, sink, out)
 
 
-def sparse_prefill(q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, out: Tensor) -> None:
-    """See `chunk_attention` of the door. A BF16 matrix of rows is a pool of BF16 pages as it stands."""
+def sparse_prefill(
+    q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, out: Tensor, reach: Tensor | None = None
+) -> None:
+    """See `chunk_attention` of the door. A BF16 matrix of rows is a pool of BF16 pages as it stands.
+
+    In deterministic mode the first 128 of a list are a window's, as in decode."""
     assert keys.is_contiguous() and keys.dtype == torch.bfloat16, (keys.dtype, keys.stride())
+    pool = keys.view(torch.uint8)
+    if invariant.on():
+        window = WINDOW.value
+        length = torch.full((q.shape[0],), window, dtype=torch.int32, device=q.device)
+        near, far = (pool, BF16_PAGE_BYTES, index[:, :window], length), None
+        if index.shape[1] > window:
+            most = index.shape[1] - window
+            behind = torch.full_like(length, most) if reach is None else (reach - window).clamp(min=0, max=most)
+            far = (pool, index[:, window:], behind)
+        _in_order(q, near, far, sink, scale, out, fp8=False)
+        return
     length = torch.full((q.shape[0],), index.shape[1], dtype=torch.int32, device=q.device)
-    near = (keys.view(torch.uint8), BF16_PAGE_BYTES, index, length)
+    near = (pool, BF16_PAGE_BYTES, index, length)
     tile = tile_for(q.shape[0], q.shape[1])
     splits = num_splits(q.shape[0], q.shape[1], index.shape[1], tile)
     part, lse = _launch(q, near, None, scale, splits, tile, fp8=False)
