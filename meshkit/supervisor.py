@@ -59,6 +59,7 @@ class ServiceSpec:
     retire: int = signal.SIGTERM  # leave when all is done; a SIGTERM after it: at once
     passed: tuple[int, ...] = ()  # file descriptors that it inherits, by the same numbers
     settled: Probe | None = None  # after a restart: whether the next process may be restarted
+    stops_with: str = ""  # a word that children share of which none may take over while the others stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +116,18 @@ class Supervisor:
         stop_s: float = STOP_S,
         together: bool = False,
         steady_s: float = STEADY_S,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_event` and `on_line(service, text)` are called on the event loop and must return at once.
 
         `stop_s` is what a stop may take for all children; `together`: they are stopped at once instead of in order.
-        A child that lived for `steady_s` is restarted without a pause.
+        A child that lived for `steady_s` is restarted without a pause. `on_stop` is called once, before the first child
+        is asked to leave for good.
         """
         self.children = {spec.name: Child(spec) for spec in specs}
         self.on_event = on_event
         self.on_line = on_line
-        self._stop_s, self._together, self._steady_s = stop_s, together, steady_s
+        self._stop_s, self._together, self._steady_s, self._on_stop = stop_s, together, steady_s, on_stop
         self.all_ready = asyncio.Event()
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
@@ -142,6 +145,7 @@ class Supervisor:
             self._watch(self._keep(child))
         try:
             await self._stopping.wait()
+            self._on_stop()
             await self._stop_children()
             if self._watches:
                 await asyncio.wait(self._watches, timeout=LAST_WORDS_S)
@@ -195,6 +199,8 @@ class Supervisor:
         """
         async with self._restarting:
             child = self.children[name]
+            if self._stopping.is_set():
+                raise RestartError(f"{name} is not restarted: the mesh stops")
             if child.process is None or child.process.returncode is not None:
                 raise RestartError(f"{name} is not running: it is restarted already")
             left = True
@@ -387,13 +393,11 @@ class Supervisor:
             pressed.cancel()
             ends.cancel()
             living = [(child, process) for child, process in living if process.returncode is None]
-        end = time.monotonic() + self._stop_s
-        if self._together:
-            for _, process in living:
-                _terminate(process)
+        end, asked = time.monotonic() + self._stop_s, set[Process]()
         for after, (child, process) in zip(reversed(range(len(living))), living, strict=True):
-            if not self._together:
-                _terminate(process)
+            for now in {it for other, it in living if self._stops_with(child, other)} - asked:
+                _terminate(now)
+                asked.add(now)
             left_s = max(LEAST_DRAIN_S, end - time.monotonic() - after * LEAST_DRAIN_S)
             waits = [asyncio.create_task(process.wait()), asyncio.create_task(self._kill_now.wait())]
             await asyncio.wait(waits, timeout=min(child.spec.drain_s, left_s), return_when=asyncio.FIRST_COMPLETED)
@@ -402,6 +406,10 @@ class Supervisor:
             self._kill_group(process)
         for _, process in living:
             await process.wait()
+
+    def _stops_with(self, child: Child, other: Child) -> bool:
+        """Whether both are asked to leave at the same moment."""
+        return self._together or other is child or "" != child.spec.stops_with == other.spec.stops_with
 
     def _kill_leftovers(self) -> None:
         """Whatever made `run` end, no child is left behind."""

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from aiohttp import web
@@ -22,8 +23,11 @@ class Cover:
     """Made by a process that serves. `take` says where else it accepts, as often as that changes."""
 
     def __init__(self, runner: web.BaseRunner, fds: Sequence[int], own: int) -> None:
-        """`fds`: all listening sockets of the port, by number; `own`: the one that is not touched here."""
+        """`fds`: all listening sockets of the port, by number; `own`: the one that is not touched here. The others are
+        closed by `close`, so that nobody waits there for a port that is given up.
+        """
         self._runner, self._fds, self._own = runner, fds, own
+        self._others = [fd for number, fd in enumerate(fds) if number != own]
         self._sites: dict[int, web.SockSite] = {}
         self._wanted: frozenset[int] = frozenset()
         self._closed = False
@@ -51,6 +55,9 @@ class Cover:
         async with self._turn:
             for number in self.taken:
                 await self._sites.pop(number).stop()
+            while self._others:
+                with suppress(OSError):
+                    os.close(self._others.pop())
 
     async def _open(self, number: int) -> None:
         """With a descriptor of its own, which the site closes: the socket itself stays for the next time."""

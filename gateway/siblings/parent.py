@@ -3,11 +3,13 @@
 The kernel spreads connections over them (SO_REUSEPORT). This process holds their listening sockets, or got them from
 whoever started it: port 0 then means the same port to all, nobody else takes it while a gateway restarts, and whoever
 connects while none is there waits for the next one. Every gateway inherits all of them and accepts at its own; at that
-of one that is gone or frozen the others do. A socket of the gRPC port is held too, which never listens.
+of one that is gone or frozen the others do. A socket of the gRPC port is held too, which never listens. When all are to
+leave it lets go of the sockets, so that connections are refused where no successor holds them.
 """
 
 import asyncio
 import logging
+import shutil
 import signal
 import socket
 import sys
@@ -18,14 +20,15 @@ from pathlib import Path
 from typing import Final
 
 from gateway.config import GatewayConfig
+from gateway.siblings.cover import BACKLOG
 from gateway.siblings.hub import Hub
 from meshkit.address import Address, check_trust, parse_address, prepare_listen
 from meshkit.errors import ConfigError, PortError
 from meshkit.exit_codes import Exit
+from meshkit.own_folder import make_own_folder
 from meshkit.supervisor import ServiceEvent, ServiceSpec, Supervisor
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_BACKLOG: Final = 1024  # connections that wait while a gateway is not there
 
 log = logging.getLogger("gateway")
 
@@ -40,18 +43,9 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
         admin = parse_address(config.listen_admin)
         if admin.path is not None or not admin.port:
             raise ConfigError(f"processes = {config.processes} share a TCP port of a number; listen_admin is {admin}")
-    held = []
-    fds = list(config.listen_fds)
-    if fds:
-        check_trust(http, insecure=secured)
-    else:
-        prepare_listen(http, insecure=secured)
-        for _ in range(config.processes):
-            holder, http = _hold(http)
-            holder.listen(_BACKLOG)
-            held.append((holder, http))
-        fds = [holder.fileno() for holder, _ in held]
+    sockets, http = _listening(config, http, secured)
     flags = ["--processes", "1", "--listen-http", str(http)]
+    held = list(sockets)
     if config.listen_grpc:
         grpc = parse_address(config.listen_grpc)
         if grpc.path is not None:
@@ -60,10 +54,13 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
             check_trust(grpc, insecure=secured)
         else:
             prepare_listen(grpc, insecure=secured)
-        held.append(_hold(grpc))
-        flags += ["--listen-grpc", str(held[-1][1])]
-    with tempfile.TemporaryDirectory(prefix="v4mesh-gateways-") as folder:
-        path = Path(folder) / "hub.sock"
+        holder, grpc = _hold(grpc)
+        held.append(holder)
+        flags += ["--listen-grpc", str(grpc)]
+    fds = [it.fileno() for it in sockets]
+    folder = make_own_folder(Path(tempfile.gettempdir()), "gateways-")
+    try:
+        path = folder / "hub.sock"
         hub = Hub(len(fds))
         await hub.start(path)
         flags += ["--hub", str(path), "--sibling-fds", ",".join(map(str, fds))]
@@ -80,16 +77,35 @@ async def serve_many(config: GatewayConfig, argv: Sequence[str]) -> int:
             for number, fd in enumerate(fds)
         ]
         try:
-            return await _supervise(specs, str(http), config.drain_seconds + 2)
+            return await _supervise(specs, str(http), config.drain_seconds + 2, held)
         finally:
             await hub.stop()
-            for holder, _ in held:
-                holder.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _supervise(specs: Sequence[ServiceSpec], shown: str, stop_s: float) -> int:
+def _listening(config: GatewayConfig, http: Address, secured: bool) -> tuple[list[socket.socket], Address]:
+    """The sockets at which the processes accept, one each, and their address with the real port."""
+    if config.listen_fds:
+        check_trust(http, insecure=secured)
+        return [socket.socket(fileno=fd) for fd in config.listen_fds], http
+    prepare_listen(http, insecure=secured)
+    sockets = []
+    for _ in range(config.processes):
+        holder, http = _hold(http)
+        holder.listen(BACKLOG)
+        sockets.append(holder)
+    return sockets, http
+
+
+async def _supervise(specs: Sequence[ServiceSpec], shown: str, stop_s: float, holders: Sequence[socket.socket]) -> int:
     interrupted = False
-    supervisor = Supervisor(specs, on_event=_say, on_line=_relay, stop_s=stop_s, together=True)
+
+    def let_go() -> None:
+        for holder in holders:
+            holder.close()
+
+    supervisor = Supervisor(specs, on_event=_say, on_line=_relay, stop_s=stop_s, together=True, on_stop=let_go)
     loop = asyncio.get_running_loop()
 
     def stop(number: int) -> None:

@@ -148,10 +148,11 @@ async def _run(
 ) -> int:
     started = time.monotonic()
     # Sockets that outlive every gateway: whoever connects while one is replaced waits for the next.
+    # With the first step of a stop nobody waits any more: connections are refused as soon as the gateway accepts none.
     with contextlib.ExitStack() as held:
         fds = tuple(held.enter_context(it).fileno() for it in listening(plan.host, plan.port, plan.gateways))
         specs = _specs(plan, run_dir, progress, fds)
-        supervisor = Supervisor(specs, on_event=progress.event, on_line=progress.line)
+        supervisor = Supervisor(specs, on_event=progress.event, on_line=progress.line, on_stop=held.close)
         async with Control(supervisor, run_dir):
             return await _supervise(plan, supervisor, progress, on_ready, work, started)
 
@@ -267,6 +268,7 @@ def _specs(plan: MeshPlan, run_dir: Path, progress: Progress, fds: tuple[int, ..
             drain_s=DRAIN_S[name.removesuffix(STANDBY)],
             rest_s=REST_S if f"{name.removesuffix(STANDBY)}{STANDBY}" in lines else 0.0,
             settled=settled.get(name.removesuffix(STANDBY)),
+            stops_with=name.removesuffix(STANDBY),
             beside=name == "gateway",
             retire=signal.SIGUSR1 if name == "gateway" else signal.SIGTERM,
             passed=fds if name == "gateway" else (),

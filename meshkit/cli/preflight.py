@@ -3,11 +3,9 @@
 Each check returns the problems it sees; `up` reports them together and starts nothing while there is one.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import socket
 import stat
 import tempfile
@@ -19,12 +17,14 @@ from meshkit.address import check_port as _check_port
 from meshkit.api_keys import read_api_keys
 from meshkit.cli.model_folder import cpu_bytes, weight_bytes
 from meshkit.errors import ConfigError, PortError
-from meshkit.exit_codes import Exit, Problem
+from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.numerics_names import FOREIGN_SCHEMES
+from meshkit.own_folder import make_own_folder
 
 NEEDED = {"worker": "torch", "gateway": "aiohttp"}
 COMPILER = "xgrammar"  # what the grammar service needs
 LONGEST_SOCKET_NAME = "/scheduler.sock"
+_NO_RUN_DIR = "leave --run-dir out, or name a folder that is not there yet"
 
 
 def has_compiler() -> bool:
@@ -52,6 +52,9 @@ def check_port(host: str, port: int) -> list[Problem]:
         _check_port(Address(host.strip("[]"), port))
     except PortError as e:
         fact, _, fix = e.message.partition(". ")
+        if not fix:
+            denied = isinstance(e.__cause__, PermissionError)
+            fix = "a port above 1023" if denied else "--host: an address of this machine, or 0.0.0.0 for all of them"
         return [Problem("PORT", Exit.PORT, fact, fix)]
     return []
 
@@ -131,19 +134,23 @@ def read_model_config(model: Path) -> dict[str, Any]:
 def make_run_folder(wanted: str | None, runtime_dir: str | None) -> Path:
     """A private folder for sockets: `wanted`, else a fresh one under the user's runtime folder or the temp folder.
 
-    Raises ProblemsError by way of the caller's checks only; use `check_run_folder` on the result.
+    Raises ProblemsError where `wanted` is no folder in which files can be made; the rest is `check_run_folder`'s.
     """
     if wanted:
         folder = Path(wanted).absolute()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder
+        if problems := _length_problems(folder):
+            raise ProblemsError(problems)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as e:
+            fact = f"--run-dir {wanted} is no folder for sockets: {e.strerror}"
+            raise ProblemsError(Problem("RUN_DIR", Exit.CONFIG, fact, _NO_RUN_DIR)) from e
     for parent in (runtime_dir, tempfile.gettempdir(), "/tmp"):
         if parent and os.access(parent, os.W_OK | os.X_OK) and _fits(Path(parent) / "v4mesh-xxxxxxxx"):
-            remove_stale_run_folders(Path(parent))
-            folder = Path(tempfile.mkdtemp(prefix="v4mesh-", dir=parent))
-            (folder / "pid").write_text(str(os.getpid()))
-            return folder
-    return Path(tempfile.mkdtemp(prefix="v4mesh-"))
+            return make_own_folder(Path(parent))
+    return make_own_folder(Path(tempfile.gettempdir()))
 
 
 def check_run_folder(folder: Path) -> list[Problem]:
@@ -152,34 +159,18 @@ def check_run_folder(folder: Path) -> list[Problem]:
     info = folder.stat()
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         fact = f"{folder} is open to others (owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o})"
-        problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, f"chmod 700 {folder}, or another --run-dir"))
-    if not _fits(folder):
-        length = len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME)
-        fact = f"{folder} is too long for a unix socket: {length} bytes with the socket's name, {MAX_UNIX_PATH} fit"
-        problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, "give a short --run-dir, such as /tmp/v4mesh"))
-    return problems
+        fix = f"{_NO_RUN_DIR}; where it is yours alone: chmod 700 {folder}"
+        problems.append(Problem("RUN_DIR", Exit.CONFIG, fact, fix))
+    return [*problems, *_length_problems(folder)]
+
+
+def _length_problems(folder: Path) -> list[Problem]:
+    if _fits(folder):
+        return []
+    length = len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME)
+    fact = f"{folder} is too long for a unix socket: {length} bytes with the socket's name, {MAX_UNIX_PATH} fit"
+    return [Problem("RUN_DIR", Exit.CONFIG, fact, "give a short --run-dir, such as /tmp/v4mesh")]
 
 
 def _fits(folder: Path) -> bool:
     return len(os.fsencode(folder)) + len(LONGEST_SOCKET_NAME) <= MAX_UNIX_PATH
-
-
-def remove_stale_run_folders(parent: Path) -> None:
-    """Folders of ours whose `v4mesh up` was killed before it could clean up."""
-    for folder in parent.glob("v4mesh-*"):
-        with contextlib.suppress(OSError, ValueError):
-            if folder.stat().st_uid != os.getuid():
-                continue
-            pid = int((folder / "pid").read_text())
-            if not _alive(pid):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -270,6 +270,26 @@ def test_a_run_folder_open_to_others_or_too_long_is_refused(tmp_path: Path):
     assert codes == ["RUN_DIR", "RUN_DIR"]
 
 
+@pytest.mark.parametrize("wanted", ["/proc/v4mesh", "/dev/null", "/dev/null/deeper"])
+def test_what_can_be_no_run_folder_is_refused_with_a_way_out(wanted: str):
+    with pytest.raises(ProblemsError) as refused:
+        preflight.make_run_folder(wanted, None)
+    (problem,) = refused.value.problems
+    assert problem.code == "RUN_DIR" and wanted in problem.fact and "--run-dir" in problem.fix
+
+
+def test_a_run_folder_too_long_is_not_made(tmp_path: Path):
+    wanted = tmp_path / ("x" * 100)
+    with pytest.raises(ProblemsError, match="too long for a unix socket"):
+        preflight.make_run_folder(str(wanted), None)
+    assert not wanted.exists()
+
+
+def test_a_host_that_is_not_ours_says_what_would_be():
+    (problem,) = preflight.check_port("203.0.113.9", 0)
+    assert problem.exit == Exit.PORT and "203.0.113.9" in problem.fact and "0.0.0.0" in problem.fix
+
+
 def test_a_model_is_held_against_the_gpus_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(plan, "present", lambda: ("NVIDIA H200", 150_000_000_000))
     assert preflight.check_gpu_memory(DEFAULT_MODEL) == []

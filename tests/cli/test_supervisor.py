@@ -27,10 +27,12 @@ def script(code: str, *args: str) -> tuple[str, ...]:
 class Recorder:
     """Collects what the supervisor reports, and lets a test wait for it."""
 
-    def __init__(self, *specs: ServiceSpec) -> None:
+    def __init__(self, *specs: ServiceSpec, on_stop: Callable[[], None] = lambda: None) -> None:
         self.events: list[ServiceEvent] = []
         self.lines: list[tuple[str, str]] = []
-        self.supervisor = Supervisor(specs, on_event=self.events.append, on_line=lambda s, t: self.lines.append((s, t)))
+        self.supervisor = Supervisor(
+            specs, on_event=self.events.append, on_line=lambda s, t: self.lines.append((s, t)), on_stop=on_stop
+        )
 
     def of(self, kind: str) -> list[ServiceEvent]:
         return [e for e in self.events if e.kind == kind]
@@ -60,6 +62,48 @@ async def test_starts_in_order_relays_lines_and_stops_in_reverse_order():
     assert await task == 0
     assert all(gone(p) for p in pids)
     assert [e.service for e in run.of("stopped")] == ["gateway", "worker", "scheduler"]
+
+
+async def test_who_stops_with_others_is_asked_at_the_same_moment(tmp_path: Path):
+    """The second of a pair would have all the time to take over while the first one leaves."""
+    code = """
+        import signal, sys, time
+        def leave(*_):
+            print("asked", time.monotonic(), flush=True)
+            time.sleep(0.4)
+            print("left", time.monotonic(), flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, leave)
+        print("up", flush=True)
+        while True:
+            signal.pause()
+    """
+    groups = {"grammar": "", "scheduler": "scheduler", "scheduler-standby": "scheduler", "gateway": ""}
+    run = Recorder(*(ServiceSpec(name=name, argv=script(code), stops_with=group) for name, group in groups.items()))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: len(run.lines) == 4)
+    run.supervisor.stop()
+    assert await task == 0
+    asked, left = (
+        {name: float(text.split()[1]) for name, text in run.lines if text.startswith(word)}
+        for word in ("asked", "left")
+    )
+    assert asked["scheduler"] < left["scheduler-standby"]
+    assert left["gateway"] < min(asked["scheduler"], asked["scheduler-standby"])
+    assert max(left["scheduler"], left["scheduler-standby"]) < asked["grammar"]
+
+
+async def test_whoever_holds_something_for_the_children_is_told_of_the_stop_once_and_first():
+    told: list[int] = []
+    run = Recorder(ServiceSpec(name="a", argv=script(FOREVER)), on_stop=lambda: told.append(len(run.supervisor.pids())))
+    task = asyncio.create_task(run.supervisor.run())
+    await run.until(lambda: run.lines)
+    run.supervisor.stop()
+    with pytest.raises(RestartError, match="the mesh stops"):
+        await run.supervisor.restart("a", 1.0)
+    run.supervisor.stop()
+    await task
+    assert told == [1]
 
 
 async def test_ready_only_when_the_probe_says_so(tmp_path: Path):

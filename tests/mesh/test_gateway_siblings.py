@@ -5,7 +5,9 @@ import json
 import os
 import re
 import signal
+import socket
 import urllib.request
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -199,6 +201,31 @@ async def test_siblings_take_the_new_connections_of_a_frozen_process(mesh):
         frozen.resume()
     await until(lambda: f"(pid {frozen.pid}) answers again" in log.read_text(), 10)
     assert await connect(url) == ALL_FINE
+
+
+async def test_a_port_that_is_given_up_refuses_at_once_while_open_answers_finish(mesh):
+    """And the last one: the port's processes leave."""
+    url, parent, _ = mesh
+    child = psutil.Process(parent.process.pid).children()[0].cmdline()
+    hub = Path(child[child.index("--hub") + 1])
+    assert (hub.parent / "pid").read_text() == str(parent.process.pid)
+    async with aiohttp.ClientSession() as session:
+        stream = await session.post(f"{url}/v1/completions", json=BODY | {"max_tokens": 30_000, "stream": True})
+        parent.process.send_signal(signal.SIGTERM)
+        await until(lambda: refused(url), 10)
+        assert parent.process.poll() is None
+        assert (await stream.content.read()).endswith(b"data: [DONE]\n\n")
+    assert await asyncio.to_thread(parent.process.wait, 30) == 0
+    assert not hub.parent.exists()
+
+
+def refused(url):
+    host, _, number = url.removeprefix("http://").partition(":")
+    try:
+        socket.create_connection((host, int(number)), timeout=1).close()
+    except ConnectionRefusedError:
+        return True
+    return False
 
 
 def test_counters_add_up_and_levels_do_not():
