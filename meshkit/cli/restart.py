@@ -46,7 +46,7 @@ def restart(screen: Screen, *, services: tuple[str, ...], drain_timeout: float, 
     """Restart a running mesh's services in turn, all of them unless some are named; requests go on meanwhile."""
     if not 0 <= drain_timeout <= LONGEST_DRAIN_S:
         fact = f"--drain-timeout {drain_timeout:g} is not 0 to {LONGEST_DRAIN_S:g} seconds"
-        raise ProblemsError(Problem("USAGE", Exit.USAGE, fact))
+        raise ProblemsError(Problem("USAGE", Exit.USAGE, fact, f"leave it out ({DRAIN_S:g}), or --drain-timeout 60"))
     folder = Path(run_dir).absolute() if run_dir else _only_folder()
     return asyncio.run(_follow(screen, folder / SOCKET, {"services": services, "drain_s": drain_timeout}))
 
@@ -80,21 +80,26 @@ async def _follow(screen: Screen, path: Path, asked: dict[str, Any]) -> int:
         reader, writer = await asyncio.open_unix_connection(str(path))
     except OSError as e:
         fact = f"no mesh answers at {path}: {e.strerror}"
-        raise ProblemsError(Problem("MESH", Exit.PEER, fact, "is `v4mesh up` running?")) from e
-    began, problem = time.monotonic(), ""
+        fix = f"v4mesh up --run-dir {path.parent}, or name a running mesh's folder"
+        raise ProblemsError(Problem("MESH", Exit.PEER, fact, fix)) from e
+    began, current = time.monotonic(), ""
     try:
         writer.write(json.dumps(asked).encode() + b"\n")
         async for line in reader:
             told = json.loads(line)
-            if problem := told.get("problem", ""):
-                break
+            if fact := told.get("problem", ""):
+                raise ProblemsError(Problem("RESTART", Exit(told["exit"]), fact, told["fix"]))
             if told.get("done"):
                 screen.note(f"done in {time.monotonic() - began:.1f} s")
                 return int(Exit.OK)
-            screen.note(f"{told['service']:18} {told['state']}")
+            current = told["service"]
+            screen.note(f"{current:18} {told['state']}")
+    except asyncio.CancelledError:  # Ctrl-C
+        screen.note(f"{current or 'the first one'} is replaced all the same, no other; to go on: v4mesh restart")
+        raise
     finally:
         writer.close()
-    raise ProblemsError(Problem("RESTART", Exit.PEER, problem or "the mesh has ended meanwhile"))
+    raise ProblemsError(Problem("RESTART", Exit.PEER, "the mesh has ended meanwhile", "v4mesh up"))
 
 
 class Control:
@@ -132,7 +137,8 @@ class Control:
         """One after the other, in the order of `in_turn`; each is told when it begins and when it is over."""
         there = in_turn(list(self._supervisor.children))
         if unknown := [name for name in services if name not in there]:
-            yield {"problem": f"there is no {', '.join(unknown)} here, but {', '.join(there)}"}
+            fact = f"there is no {', '.join(unknown)} here, but {', '.join(there)}"
+            yield {"problem": fact, "exit": int(Exit.USAGE), "fix": "name some of these, or none: all are restarted"}
             return
         for name in (name for name in there if not services or name in services):
             began = time.monotonic()
@@ -140,7 +146,8 @@ class Control:
             try:
                 left = await self._supervisor.restart(name, drain_s)
             except RestartError as e:
-                yield {"problem": str(e)}
+                fix = f"the output of `v4mesh up` says why; then: v4mesh restart {name}"
+                yield {"problem": str(e), "exit": int(Exit.PEER), "fix": fix}
                 return
             behind = "" if left else "; its former process finishes what it does in the background"
             yield {"service": name, "state": f"restarted in {time.monotonic() - began:.1f} s{behind}"}
