@@ -132,6 +132,7 @@ def _hold(address: Address) -> tuple[socket.socket, Address]:
     """A bound socket that does not listen yet, and the address with its real port."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else closed connections keep the port for a minute
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         holder.bind((address.host, address.port))

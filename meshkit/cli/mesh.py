@@ -215,7 +215,9 @@ def listening(host: str, port: int, count: int) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for _ in range(count):
         it = socket.socket(family, socket.SOCK_STREAM)
-        it.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if count > 1 else socket.SO_REUSEADDR, 1)
+        it.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else its closed connections keep the port a minute
+        if count > 1:
+            it.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             it.bind((host.strip("[]"), port))
         except OSError as e:

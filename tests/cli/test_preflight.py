@@ -12,6 +12,7 @@ import pytest
 
 from meshkit.cli import plan, preflight
 from meshkit.cli.main import main
+from meshkit.cli.mesh import listening
 from meshkit.cli.model_folder import check_model_folder, cpu_bytes, find_model
 from meshkit.cli.up import UpConfig, make_plan
 from meshkit.exit_codes import Exit, ProblemsError
@@ -283,6 +284,21 @@ def test_a_run_folder_too_long_is_not_made(tmp_path: Path):
     with pytest.raises(ProblemsError, match="too long for a unix socket"):
         preflight.make_run_folder(str(wanted), None)
     assert not wanted.exists()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_connections_that_a_former_mesh_closed_do_not_keep_its_port(count: int):
+    held = list(listening("127.0.0.1", free := preflight.free_port("127.0.0.1"), count))
+    with contextlib.ExitStack() as clients:
+        for _ in range(8):
+            clients.enter_context(socket.create_connection(("127.0.0.1", free)))
+        for it in held:
+            it.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    it.accept()[0].close()  # first, so that this end waits for late packets
+            it.close()
+    assert preflight.check_port("127.0.0.1", free) == []
 
 
 def test_a_host_that_is_not_ours_says_what_would_be():
