@@ -25,14 +25,15 @@ _PERSON: Final = {
     "items": {"type": "string", "maxLength": 60},
     "minItems": 12,
 }
+# Its one argument is text, which streams as it comes: a number is told when it is whole, a pause of its own.
 _TOOL: Final = {
     "type": "function",
     "function": {
         "name": "tell",
         "parameters": {
             "type": "object",
-            "properties": {"story": {"type": "string", "maxLength": 300}, "pages": {"type": "integer"}},
-            "required": ["story", "pages"],
+            "properties": {"story": {"type": "string", "minLength": 300, "maxLength": 600}},
+            "required": ["story"],
         },
     },
 }

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from grammar_svc.config import GrammarConfig
 from meshkit.address import parse_address
@@ -23,9 +23,11 @@ from meshkit.standby import Place, beating, take_over, until_served, until_taken
 
 if TYPE_CHECKING:
     from grammar_svc.children import Children
+    from grammar_svc.grammars import Grammars
     from grammar_svc.vocabulary import Vocabulary
 
 OTHERS_AFTER_S: Final = 1.0  # one compile process is enough to begin with; importing in others would delay first work
+FOLLOW_S: Final = 0.5  # between two looks of a standby at what was compiled meanwhile
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +37,17 @@ class _Parts:
     """What takes seconds to have: a standby has it before it serves."""
 
     vocabulary: "Vocabulary"
-    info: Any  # Any: the compiler's own, which this module does not import
     children: "Children"
+    grammars: "Grammars"
 
 
-def _prepare(config: GrammarConfig) -> _Parts:
+def _prepare(config: GrammarConfig, place: Place | None) -> _Parts:
     # Slow to import (the compiler loads torch): after flags and config have been found good. All of it here: a standby
     # that takes over has no time for it.
     from grammar_svc import attach, compiler, servicer  # noqa: F401
     from grammar_svc.children import Children
+    from grammar_svc.grammars import Grammars
+    from grammar_svc.kept import Kept
     from grammar_svc.vocabulary import read_vocabulary
 
     vocabulary = read_vocabulary(Path(config.model), vocab_size=config.vocab_size)
@@ -54,7 +58,17 @@ def _prepare(config: GrammarConfig) -> _Parts:
         eos_ids=vocabulary.eos_ids,
         whitespace=config.json_whitespace,
     )
-    return _Parts(vocabulary, compiler.tokenizer_info(vocabulary), children)
+    grammars = Grammars(
+        children,
+        functools.partial(compiler.load, info=compiler.tokenizer_info(vocabulary)),
+        compiler.revision(vocabulary, config.json_whitespace),
+        max_bytes=config.cache_bytes,
+        kept=Kept(None if place is None else place.beside("grammars"), config.cache_bytes),
+        max_queued=config.queue,
+        max_queued_tenant=config.queue_tenant,
+        limits=config.source_limits(),
+    )
+    return _Parts(vocabulary, children, grammars)
 
 
 async def _serve(config: GrammarConfig) -> int:
@@ -62,7 +76,7 @@ async def _serve(config: GrammarConfig) -> int:
     address = parse_address(config.listen)
     place = Place(address.path) if address.path else None
     if place is None or place.take():
-        return await _work(config, _prepare(config), place)
+        return await _work(config, _prepare(config, place), place)
     parts = await take_over(address, _stand_by(config, place), metrics_port=config.metrics_port)
     if isinstance(parts, Exit):
         return int(parts)
@@ -71,24 +85,34 @@ async def _serve(config: GrammarConfig) -> int:
 
 async def _stand_by(config: GrammarConfig, place: Place) -> _Parts:
     if await until_served(place):
-        return _prepare(config)
-    parts = _prepare(config)
+        return _prepare(config, place)
+    parts = _prepare(config, place)
     try:
         await parts.children.start(1)
+        await parts.grammars.preload()
         log.info("warm")
-        await until_taken(place)
+        loading = asyncio.create_task(_follow(parts.grammars))
+        try:
+            await until_taken(place)
+        finally:
+            loading.cancel()
     except BaseException:
         await parts.children.stop()
         raise
     return parts
 
 
+async def _follow(grammars: "Grammars") -> None:
+    """Have what the serving process has compiled."""
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        await grammars.preload()
+
+
 async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> int:
     from grammar_svc import compiler
     from grammar_svc.attach import Attachments, Host
     from grammar_svc.engine import Facts
-    from grammar_svc.grammars import Grammars
-    from grammar_svc.kept import Kept
     from grammar_svc.ring import remove_stale
     from grammar_svc.servicer import NAME, GrammarServicer
 
@@ -96,17 +120,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     metrics.listen(config.metrics_port)
     ring_dir = Path(config.ring_dir)
     remove_stale(ring_dir)
-    vocabulary, children = parts.vocabulary, parts.children
-    grammars = Grammars(
-        children,
-        functools.partial(compiler.load, info=parts.info),
-        compiler.revision(vocabulary, config.json_whitespace),
-        max_bytes=config.cache_bytes,
-        kept=Kept(None if place is None else place.beside("grammars"), config.cache_bytes),
-        max_queued=config.queue,
-        max_queued_tenant=config.queue_tenant,
-        limits=config.source_limits(),
-    )
+    vocabulary, children, grammars = parts.vocabulary, parts.children, parts.grammars
     facts = Facts(
         vocab_size=vocabulary.size,
         words=vocabulary.words,

@@ -30,9 +30,9 @@ MAX_WHITESPACE: Final = 1
 ANY_OBJECT: Final = '{"type":"object","additionalProperties":true}'
 
 # One character of a string with minLength or maxLength, as XGrammar writes it out: in JSON it leaves control characters
-# in, and in a tool call's raw text it would run over the closing tag, </｜DSML｜parameter>. That tag's first character is
-# left out altogether: a text that may end at any of its characters costs 30 to 160 ms per mask and, with the 129,280
-# tokens of V4, 5 s to compile for 64 characters and more than the 10 s a compile may take for 300; now it is 0.2 s.
+# in, and in a tool call's raw text it would run over the closing tag, </｜DSML｜parameter>. The first character of that
+# tag is left out altogether: a text that may end at any of its characters costs 30 to 160 ms per mask and, with the
+# 129,280 tokens of V4, 5 s to compile for 64 characters, and for 300 more than the 10 s a compile may take; now 0.2 s.
 _CHARACTERS: Final = re.compile(r"""^(\w+ ::= \(\()(\[\^\\"\\\\\\r\\n\]|\[\\0-\\U0010ffff\])(\)\))$""", re.MULTILINE)
 _BETTER: Final = {r"""[^\"\\\r\n]""": r"""[^\"\\\x00-\x1f]""", r"[\0-\U0010ffff]": r"[^\x00<\uff5c]"}
 

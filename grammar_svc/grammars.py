@@ -1,8 +1,8 @@
 """Compiled grammars by id: one compile per source however many ask, an LRU bounded in bytes, typed verdicts.
 
 Refusals are remembered for 30 s; timeouts, crashes and "busy" never are. Sources of evicted grammars are kept (they are
-small), so that a slot bound to one gets it again. What `kept` has in a file is loaded, not compiled. Loading runs in a
-thread: masks go on meanwhile.
+small), so that a slot bound to one gets it again. What `kept` has in a file is loaded, not compiled; a standby loads it
+before anybody asks. Loading runs in a thread: masks go on meanwhile.
 """
 
 import asyncio
@@ -69,6 +69,7 @@ class Grammars:
         self._source_bytes = 0
         self._refused: OrderedDict[bytes, tuple[float, Verdict]] = OrderedDict()
         self._aliases: OrderedDict[bytes, bytes] = OrderedDict()  # hash of a source as it was sent -> grammar id
+        self._seen: OrderedDict[bytes, None] = OrderedDict()  # of what others keep: tried once
         self._flights: dict[bytes, asyncio.Task[Verdict]] = {}
         self._tenants: defaultdict[str, int] = defaultdict(int)
         self.on_verdict: Callable[[bytes, Verdict], None] = lambda _id, _verdict: None
@@ -114,6 +115,23 @@ class Grammars:
                 return Verdict(outcome=Outcome.BUSY, message=message, retry_after_ms=500)
             self._fly(grammar_id, source, tenant)
         return await asyncio.shield(self._flights[grammar_id])
+
+    async def preload(self) -> None:
+        """Load what other processes of this place keep and this one has not tried yet; a standby does it repeatedly."""
+        for grammar_id in await self._kept.ids():
+            if grammar_id in self._entries or grammar_id in self._seen:
+                continue
+            self._seen[grammar_id] = None
+            while len(self._seen) > MAX_ALIASES:
+                self._seen.popitem(last=False)
+            if (found := await self._kept.get(grammar_id)) is None or found[0].grammar_id(
+                self.grammar_rev
+            ) != grammar_id:
+                continue  # damaged, or of another revision
+            try:
+                await self._take_in(grammar_id, *found)
+            except Exception:  # whatever the engine dislikes about it: it is compiled when somebody asks
+                log.exception("a kept grammar cannot be loaded")
 
     async def idle(self) -> None:
         """Until no compile is under way."""
@@ -163,7 +181,7 @@ class Grammars:
     async def _make(self, grammar_id: bytes, source: Source) -> Verdict:
         if (before := await self._kept.get(grammar_id)) is not None:
             try:
-                return await self._take_in(grammar_id, source, before)
+                return await self._take_in(grammar_id, source, before[1])
             except Exception:  # whatever the engine dislikes about a file is no reason to refuse the source
                 log.exception("a kept grammar cannot be loaded: compiling it again")
         self.compiles += 1
@@ -176,7 +194,7 @@ class Grammars:
             return Verdict(outcome=error.outcome, message=str(error))
         verdict = await self._take_in(grammar_id, source, made)
         if verdict.outcome is Outcome.OK:  # nobody waits for the file
-            task = asyncio.create_task(self._kept.put(grammar_id, made))
+            task = asyncio.create_task(self._kept.put(grammar_id, source, made))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
         return verdict

@@ -1,7 +1,8 @@
 """Compiled grammars in files beside the service's socket: what a standby that takes over need not compile again.
 
-A file is written whole under another name and renamed, and begins with a checksum of the rest; what is torn, foreign or
-of another revision (the id holds it) is not found. Bounded in bytes, the longest unused goes first. A disk that is full
+A file holds its source too, so that a standby can load it before anybody asks. It is written whole under another name
+and renamed, and begins with a checksum of the rest; what is torn, foreign or of another revision (the id holds it) is
+not found. Bounded in bytes, the longest unused goes first. A disk that is full
 or gone costs compiles, nothing else. Only this user can read or write the folder.
 """
 
@@ -15,8 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from grammar_svc.children import Compiled
+from grammar_svc.sources import ID_BYTES, Source
+from meshkit.types import GrammarKind
 
-HEAD: Final = struct.Struct("<16sQQ")  # checksum of the rest; bytes in memory, microseconds of the compile
+HEAD: Final = struct.Struct(
+    "<16sQQII"
+)  # checksum of the rest; bytes in memory, microseconds; kind, bytes of the source
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +41,29 @@ class Kept:
                 self._complain(error)
                 self._folder = None
 
-    async def get(self, grammar_id: bytes) -> Compiled | None:
+    async def get(self, grammar_id: bytes) -> tuple[Source, Compiled] | None:
         """What was compiled for this id, if it is still there whole."""
         return None if self._folder is None else await asyncio.to_thread(self._read, self._folder, grammar_id)
 
-    async def put(self, grammar_id: bytes, made: Compiled) -> None:
+    async def put(self, grammar_id: bytes, source: Source, made: Compiled) -> None:
         """Keep it, unless it is larger than all that may be kept."""
         if self._folder is not None and len(made.data) <= self._max_bytes:
-            await asyncio.to_thread(self._write, self._folder, grammar_id, made)
+            await asyncio.to_thread(self._write, self._folder, grammar_id, source, made)
 
-    def _read(self, folder: Path, grammar_id: bytes) -> Compiled | None:
+    async def ids(self) -> list[bytes]:
+        """Of all that is there, the longest unused first."""
+        return [] if self._folder is None else await asyncio.to_thread(self._list, self._folder)
+
+    def _list(self, folder: Path) -> list[bytes]:
+        found = []
+        with contextlib.suppress(OSError):
+            for file in folder.iterdir():
+                if len(file.name) == 2 * ID_BYTES:  # not one that is being written
+                    with contextlib.suppress(OSError, ValueError):  # removed meanwhile; not ours
+                        found.append((file.stat().st_mtime_ns, bytes.fromhex(file.name)))
+        return [grammar_id for _, grammar_id in sorted(found)]
+
+    def _read(self, folder: Path, grammar_id: bytes) -> tuple[Source, Compiled] | None:
         file = folder / grammar_id.hex()
         try:
             raw = file.read_bytes()
@@ -54,14 +72,18 @@ class Kept:
             return None
         if len(raw) < HEAD.size:
             return None
-        checksum, memory, micros = HEAD.unpack_from(raw)
+        checksum, memory, micros, kind, length = HEAD.unpack_from(raw)
         if checksum != _checksum(raw[16:]):
             log.warning("a kept grammar is damaged: compiling it again")
             return None
-        return Compiled(raw[HEAD.size :].decode(), memory, micros)
+        body = HEAD.size + length
+        source = Source(GrammarKind(kind), raw[HEAD.size : body].decode())
+        return source, Compiled(raw[body:].decode(), memory, micros)
 
-    def _write(self, folder: Path, grammar_id: bytes, made: Compiled) -> None:
-        rest = HEAD.pack(b"", made.memory, made.micros)[16:] + made.data.encode()
+    def _write(self, folder: Path, grammar_id: bytes, source: Source, made: Compiled) -> None:
+        text = source.text.encode()
+        head = HEAD.pack(b"", made.memory, made.micros, int(source.kind), len(text))
+        rest = head[16:] + text + made.data.encode()
         fresh = folder / f"{grammar_id.hex()}.{os.getpid()}"
         try:
             fresh.write_bytes(_checksum(rest) + rest)

@@ -8,17 +8,19 @@ import pytest
 from grammar_svc.children import Compiled
 from grammar_svc.grammars import Grammars
 from grammar_svc.kept import Kept
+from grammar_svc.sources import Source
 from grammar_svc.verdict import Outcome
 from meshkit.types import GrammarKind
 
 ONE, TWO, THREE = (bytes([n]) * 16 for n in (1, 2, 3))
+SOURCE = Source(GrammarKind.REGEX, "é+")
 MADE = Compiled('{"grammar": "é"}', 1234, 56)
 
 
 async def test_what_was_kept_is_found_by_another_process(tmp_path: Path):
-    await Kept(tmp_path / "k", 1 << 20).put(ONE, MADE)
+    await Kept(tmp_path / "k", 1 << 20).put(ONE, SOURCE, MADE)
     other = Kept(tmp_path / "k", 1 << 20)
-    assert await other.get(ONE) == MADE
+    assert await other.get(ONE) == (SOURCE, MADE) and await other.ids() == [ONE]
     assert await other.get(TWO) is None
     assert (tmp_path / "k").stat().st_mode & 0o077 == 0
 
@@ -26,7 +28,7 @@ async def test_what_was_kept_is_found_by_another_process(tmp_path: Path):
 @pytest.mark.parametrize("keep", [0, 10, 31, 40, -1], ids=str)
 async def test_a_torn_or_changed_file_is_not_found(tmp_path: Path, keep: int):
     kept = Kept(tmp_path, 1 << 20)
-    await kept.put(ONE, MADE)
+    await kept.put(ONE, SOURCE, MADE)
     file = tmp_path / ONE.hex()
     raw = file.read_bytes()
     file.write_bytes(raw[:keep] if keep >= 0 else raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -36,19 +38,19 @@ async def test_a_torn_or_changed_file_is_not_found(tmp_path: Path, keep: int):
 async def test_the_longest_unused_goes_first(tmp_path: Path):
     kept = Kept(tmp_path, 1000)
     for n, name in enumerate((ONE, TWO)):
-        await kept.put(name, Compiled("x" * 400, 1, 1))
+        await kept.put(name, SOURCE, Compiled("x" * 400, 1, 1))
         os.utime(tmp_path / name.hex(), (n, n))
     assert await kept.get(ONE) is not None  # used now
-    await kept.put(THREE, Compiled("x" * 400, 1, 1))
+    await kept.put(THREE, SOURCE, Compiled("x" * 400, 1, 1))
     assert [await kept.get(name) is not None for name in (ONE, TWO, THREE)] == [True, False, True]
-    await kept.put(TWO, Compiled("x" * 1001, 1, 1))  # larger than everything together may be
+    await kept.put(TWO, SOURCE, Compiled("x" * 1001, 1, 1))  # larger than everything together may be
     assert await kept.get(TWO) is None and await kept.get(ONE) is not None
 
 
 async def test_a_folder_that_cannot_be_costs_compiles_only(tmp_path: Path):
     (tmp_path / "file").write_text("")
     for kept in (Kept(tmp_path / "file" / "k", 1000), Kept(None, 1000)):
-        await kept.put(ONE, MADE)
+        await kept.put(ONE, SOURCE, MADE)
         assert await kept.get(ONE) is None
 
 
@@ -90,3 +92,32 @@ async def test_a_file_that_the_engine_does_not_take_is_compiled_again(tmp_path: 
 
     grammars, grammar_id = await compiled(tmp_path, compiler, load)
     assert compiler.asked == 2 and refused and grammars.get(grammar_id) == MADE.data
+
+
+async def test_a_standby_has_what_was_compiled_before_anybody_asks(tmp_path: Path):
+    first, second = Compiler(), Compiler()
+    _, grammar_id = await compiled(tmp_path, first)
+    await Kept(tmp_path, 1 << 20).put(ONE, SOURCE, MADE)  # of another revision: its id is not this source's
+    (tmp_path / f"{TWO.hex()}.77").write_bytes(b"half a file")
+    loads = []
+
+    def load(data: str) -> str:
+        loads.append(data)
+        return data.upper()
+
+    standby = Grammars(second, load, "rev", max_bytes=1 << 20, kept=Kept(tmp_path, 1 << 20))
+    for _ in range(2):
+        await standby.preload()
+    assert standby.get(grammar_id) == MADE.data.upper() and len(standby) == len(loads) == 1
+    assert (await standby.compile(GrammarKind.REGEX, "ab+")).cached and not second.asked
+
+
+async def test_a_standby_goes_on_past_a_file_that_the_engine_does_not_take(tmp_path: Path):
+    _, grammar_id = await compiled(tmp_path, Compiler())
+
+    def load(data: str) -> str:
+        raise RuntimeError("made by another version")
+
+    standby = Grammars(Compiler(), load, "rev", max_bytes=1 << 20, kept=Kept(tmp_path, 1 << 20))
+    await standby.preload()
+    assert standby.get(grammar_id) is None
