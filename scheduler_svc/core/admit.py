@@ -22,7 +22,7 @@ from scheduler_svc.core.prefix import Match
 from scheduler_svc.core.request import Donor, Phase, Seq, pages_for
 from scheduler_svc.core.reuse import Action, Decision, Prices, decide
 from scheduler_svc.core.room import make_room, room
-from scheduler_svc.core.rows import Draft, append, evict_orphan, give_spare
+from scheduler_svc.core.rows import Draft, append, evict_orphan, give_spare, prefilling
 from scheduler_svc.core.seal import key_of
 from scheduler_svc.core.state import MS, Rank, State, Worker
 from scheduler_svc.core.tails import NO_TAIL, Reason, save_points
@@ -51,7 +51,7 @@ def admit(st: State, worker: Worker, draft: Draft, sharing: Sharing) -> None:
     Another worker's next frame takes what is its.
     """
     blocked: Seq | None = None
-    if st.limits.conservativeness:
+    if len(st.queue):
         _hold_back(st)
     for seq in st.turns.candidates(st.queue, st.limits.scan, lambda s: weight(st, s), lambda s: cached_tokens(st, s)):
         if not sharing.open() or not _any_slot(st, worker, draft):
@@ -177,12 +177,19 @@ def _growth(st: State, seq: Seq) -> int:
 
 
 def _hold_back(st: State) -> None:
-    """Pages that running choices will want, by rank."""
+    """Pages that running choices will want, by rank.
+
+    A prefill has all of its own when it is placed, but one that was adopted may lack some: were they given to another
+    that is placed now, it would take them from that one again, and so on without end.
+    """
     for worker in st.workers.values():
         for rank in worker.ranks:
             rank.held_back = 0
-        for seq in worker.running:
-            worker.ranks[seq.rank].held_back += _growth(st, seq)
+        for seq in prefilling(worker):
+            worker.ranks[seq.rank].held_back += max(0, pages_for(seq.total) - len(seq.pages))
+        if st.limits.conservativeness:
+            for seq in worker.running:
+                worker.ranks[seq.rank].held_back += _growth(st, seq)
 
 
 # ---- waiting for a running prefill ----------------------------------------------------------------------------------

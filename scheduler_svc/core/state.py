@@ -85,7 +85,7 @@ class Rank:
     pages: Pool
     tails: Pool
     slots: Pool
-    held_back: int = 0  # pages for the growth of what runs here, by the last admission
+    held_back: int = 0  # pages that what runs here will want, by the last admission
 
 
 @dataclass(slots=True, eq=False)

@@ -87,6 +87,7 @@ class Process:
         self.epoch = 0
         self.alive = False
         self.frozen = False
+        self.leaving = False
         self.thawed_ns = 0
         self.slow = 1.0
         self.core: Any = None
@@ -105,7 +106,7 @@ class Process:
         """A fresh process: new boot, empty state."""
         world, knobs = self.world, self.world.scenario.knobs
         self.epoch += 1
-        self.alive, self.frozen, self.slow = True, False, 1.0
+        self.alive, self.frozen, self.leaving, self.slow = True, False, False, 1.0
         self.inbox.clear()
         self.streams = {}
         self.wish_ns = -1
@@ -200,6 +201,7 @@ class World:
         self.workers = [Process(self, "worker", i) for i in range(knobs.workers)]
         self.processes = [self.scheduler, *self.gateways, *self.workers]
         self.grammars = GrammarService(self)
+        self._masks_busy_ns = 0  # until then masks are late
         self.row_faults: set[tuple[bytes, int]] = set()  # (request, choice) whose row was made to fail
         self.held: dict[int, Held] = {}  # calls that the scheduler has not answered
         self._call_count = 0
@@ -352,6 +354,8 @@ class World:
         """One way between a worker and the grammar service of its host; now and then the service is busy."""
         knobs, rng = self.scenario.knobs, self.rng_masks
         late = knobs.step_ms * 2 if rng.random() < knobs.mask_late else 0.0
+        if self.now_ns < self._masks_busy_ns and rng.random() < 0.5:
+            late = knobs.step_ms * rng.uniform(0, 3)
         return int((rng.expovariate(10 / knobs.delay_ms) + late) * MS)
 
     # ---- streams ----------------------------------------------------------------------------------------------------
@@ -360,6 +364,8 @@ class World:
         return int(self.rng_network.expovariate(1 / (self.scenario.knobs.delay_ms * MS)))
 
     def _dial(self, process: Process, conn: int) -> None:
+        if process.leaving:
+            return
         links = (
             (Link.GATEWAY_UP, Link.GATEWAY_DOWN) if process.kind == "gateway" else (Link.WORKER_UP, Link.WORKER_DOWN)
         )
@@ -599,7 +605,12 @@ class World:
         self.faults_open -= 1
 
     def _break_masks(self, fault: Fault, again: int) -> None:
-        """A mask stream breaks, and so do some of its successors, some steps later: what is said anew overlaps."""
+        """A mask stream breaks, and so do some of its successors, some steps later: what is said anew overlaps.
+
+        Half of them keep the service busy: its answer about a position may come when that has been sampled already.
+        """
+        if fault.b * 64 % 1 < 0.5:
+            self._masks_busy_ns = self.now_ns + int((60 + 6 * self.scenario.knobs.step_ms) * MS)
         if streams := self.grammars.streams:
             slow_ms = 2000 * fault.b if fault.b > 0.5 else 0.0
             notice = (slow_ms, 0.0) if fault.a * 16 % 1 < 0.5 else (0.0, slow_ms)
@@ -688,9 +699,13 @@ class World:
         epoch = process.epoch
         if process is self.scheduler:
             process.deliver(Drain())
-        elif process.core.attached:
-            link = process.core._link
-            self._send(process, Send(link._conn, Envelope(link.attach_id, Bye("simulated"))))
+        else:
+            process.leaving = True  # its last word: attached again, and then ended, it would have crashed
+            if process.core.attached:
+                link = process.core._link
+                self._send(process, Send(link._conn, Envelope(link.attach_id, Bye("simulated"))))
+            for conn in list(process.streams):
+                self._close(process, conn)
         self.faults_open += 1
 
         def leave() -> None:

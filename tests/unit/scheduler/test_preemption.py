@@ -22,6 +22,24 @@ def test_growth_preempts_the_youngest_and_it_resumes_from_its_spare(depth):
     assert any(fr.tail_loads for fr in w.log)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_adopted_choice_gets_the_page_it_lacks_before_another_is_placed(depth):
+    m = Mesh(depth=depth, chunk_tokens=64)
+    w = m.worker(pages=3, tails=4)
+    g = m.gate()
+    old = m.submit(g, prompt=511, max_tokens=20, ignore_eos=True)
+    while not w.slots or len(w.slots[0].ids) < 512:
+        m.steps(1)
+    m.lose(w)
+    young = m.submit(g, prompt=200, max_tokens=20, ignore_eos=True)
+    m.redial(w, held=False)
+    assert m.core.counters["slots_adopted"] == 1 and len(w.slots[0].pages) == 2
+    m.run()
+    m.expect(old, young)
+    m.idle()
+    assert not m.core.counters.get("preemptions")
+
+
 def test_without_tails_a_preempted_choice_starts_over():
     m = Mesh(depth=2)
     w = m.worker(slots=2, pages=5, tails=0)
