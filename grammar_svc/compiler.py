@@ -20,6 +20,7 @@ from xgrammar import (
     VocabType,
 )
 
+from grammar_svc.regexes import without_line_ends
 from grammar_svc.session import Matchers
 from grammar_svc.sources import Source, grammar_rev
 from grammar_svc.vocabulary import TEXT_MARKERS, Vocabulary
@@ -91,7 +92,7 @@ def _grammar(how: Compiler, source: Source) -> Grammar:
         case GrammarKind.JSON_OBJECT:
             return _json(how, ANY_OBJECT)
         case GrammarKind.REGEX:
-            return Grammar.from_regex(source.text)
+            return Grammar.from_regex(without_line_ends(source.text))
         case GrammarKind.EBNF:
             return Grammar.from_ebnf(source.text)
         case GrammarKind.CHOICE:

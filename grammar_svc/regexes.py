@@ -52,6 +52,18 @@ def check_regex(pattern: str, limits: SourceLimits, place: str = "", repeat: int
         at += 1
 
 
+def without_line_ends(pattern: str) -> str:
+    """The same expression for a compiler whose dot takes a line feed too, which nobody else's does."""
+    parts, at, in_class = list[str](), 0, False
+    while at < len(pattern):
+        width = 2 if pattern[at] == "\\" else 1
+        char = pattern[at : at + width]
+        parts.append(r"[^\n]" if char == "." and not in_class else char)
+        in_class = char != "]" if in_class else char == "["
+        at += width
+    return "".join(parts)
+
+
 def _check_repeat(pattern: str, at: int, most: int, place: str, hint: str) -> None:
     end = pattern.find("}", at)
     counts = pattern[at + 1 : end if end > 0 else at + 1].split(",")

@@ -1,6 +1,7 @@
 """What compiled grammars take, on the sample model's vocabulary: tool calls, choices, structural tags, markers."""
 
 import json
+import re
 import time
 from itertools import repeat
 from pathlib import Path
@@ -80,6 +81,14 @@ def test_tool_calls_in_the_models_own_form(takes, choice, parallel, text, taken)
 def test_choices_are_taken_literally(takes, text):
     source = ["yes", 'say "no"', "line\nbreak"]
     assert takes(Kind.CHOICE, source, text) and not takes(Kind.CHOICE, source, text + "x")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a.b", r"a\.b", "a[.]b", r"a[\].]b", "a.{0,2}b", r"[^.]+.b", "(?:a.|.a)b?", r"\[.\]", ".*"], ids=str
+)
+def test_a_dot_is_every_character_but_a_line_feed(takes, pattern):
+    for text in ("a.b", "axb", "a\nb", "ab", "a]b", "a..b", "a\n.b", "[x]", "[\n]", "xa", "\na", "é.b", "\r"):
+        assert takes(Kind.REGEX, pattern, text) is bool(re.fullmatch(pattern, text)), text
 
 
 def test_structures_between_free_text(takes):
