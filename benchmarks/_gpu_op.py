@@ -20,10 +20,14 @@ L2_BYTES = 200 << 20
 
 @dataclass
 class Bench:
-    """Where tensors live, and what was measured. On the CPU everything is empty and launches only compile."""
+    """Where tensors live, and what was measured. On the CPU everything is empty and launches only compile.
+
+    rows: inputs of each operation where batches of all sizes are cut from the same ones.
+    """
 
     device: str
     seed: int = 0
+    rows: int = 256
     metrics: dict[str, float | int | str] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,8 @@
 Covers the mHC boundary, routing, expert sort, middle, row quantisation, skinny products, FP4 experts and sampling.
 Each time is a median of replays of a CUDA graph that holds fresh inputs and enough weights to miss the L2 cache.
 Kernels are compiled beforehand by as many processes as there are cores. `--tune` tries tiles beside the built-in ones.
+The part `invariance` (not among the default ones) asks of all operations which backends repeat their bits in any batch;
+it runs without a GPU too, on v4-nano.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import torch
 
 from benchmarks._gpu_op import Bench
 from benchmarks._gpu_op_experts import expert_tiles, experts
+from benchmarks._gpu_op_invariance import ROWS as INVARIANCE_ROWS
+from benchmarks._gpu_op_invariance import invariance
 from benchmarks._gpu_op_products import skinny
 from benchmarks._gpu_op_rows import boundary, boundary_cuts, routing, sampling
 
@@ -32,7 +36,11 @@ PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary_cuts": lambda bench, tune: boundary_cuts(bench),
     "expert_tiles": lambda bench, tune: expert_tiles(bench),
     "sampling": lambda bench, tune: sampling(bench, (1, 64, 256)),
+    "invariance": lambda bench, tune: invariance(bench, rows=bench.rows),
 }
+BY_NAME_ONLY = ("expert_tiles", "invariance")
+ANYWHERE = ("invariance",)
+"""Parts that need no GPU, and compile what they need themselves."""
 
 
 def _warm(job: tuple[str, int, int, bool]) -> str:
@@ -77,26 +85,31 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     """Check and time."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_ops", description=TITLE)
     parser.add_argument(
-        "--parts", default=",".join(p for p in PARTS if p != "expert_tiles"), help=f"which of {', '.join(PARTS)}"
+        "--parts", default=",".join(p for p in PARTS if p not in BY_NAME_ONLY), help=f"which of {', '.join(PARTS)}"
     )
+    parser.add_argument("--rows", type=int, default=INVARIANCE_ROWS, help="inputs of each operation in `invariance`")
     parser.add_argument("--tune", action="store_true", help="also try other tiles of the skinny products")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that compile beforehand")
     options = parser.parse_args(args)
     parts = options.parts.split(",")
     started = time.perf_counter()
     shares = max(1, options.processes // 2)
-    jobs = [(part, share, shares, options.tune) for part in parts for share in range(shares)]
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for problem in filter(None, pool.imap_unordered(_warm, jobs)):
-            print("while compiling,", problem)
-    print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
-    if not torch.cuda.is_available():
-        return {"compiled": 1}
-    bench = Bench("cuda")
-    torch.manual_seed(int(time.time()))
-    torch.backends.cuda.matmul.allow_tf32 = False
-    bench.metrics["gpu"] = torch.cuda.get_device_name()
-    for part in parts:
+    jobs = [(part, n, shares, options.tune) for part in parts if part not in ANYWHERE for n in range(shares)]
+    if jobs:
+        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+            for problem in filter(None, pool.imap_unordered(_warm, jobs)):
+                print("while compiling,", problem)
+        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+    seed = int(time.time())
+    torch.manual_seed(seed)
+    there = torch.cuda.is_available()
+    bench = Bench("cuda" if there else "cpu", seed=seed, rows=options.rows)
+    if there:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        bench.metrics["gpu"] = torch.cuda.get_device_name()
+    elif jobs:
+        bench.metrics["compiled"] = 1
+    for part in parts if there else filter(ANYWHERE.__contains__, parts):
         began = time.perf_counter()
         try:
             PARTS[part](bench, options.tune)

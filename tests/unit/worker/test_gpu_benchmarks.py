@@ -1,7 +1,9 @@
-"""Bookkeeping of the GPU benchmarks that needs no GPU: which choices differed, and whose a launch is."""
+"""Bookkeeping of the GPU benchmarks that needs no GPU: choices that differed, whose a launch is, bits that repeat."""
 
+import pytest
 import torch
 
+from benchmarks import _gpu_op_invariance, gpu_ops
 from benchmarks._gpu_choices import Choices
 from benchmarks._gpu_profile import attention_kernels
 
@@ -29,3 +31,32 @@ def test_attention_launches_are_those_between_two_norms_without_the_mixers():
     first = ["collapse_norm", "once", *layer[1:]]
     names = ["_begin_step", *first, *other, *layer, "collapse_norm", "head"]
     assert attention_kernels(names, (4, 128, 4)) == {4: 3, 128: 2}
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_invariance_is_measured_in_both_modes_without_a_gpu(monkeypatch, capsys):
+    """Three operations of v4-nano, on torch's references: one follows the batch by default, one differs in a chunk."""
+
+    class Some(_gpu_op_invariance.Cases):
+        def __iter__(self):
+            return (case for case in super().__iter__() if case.op in ("bf16_gemm", "index_scores", "topk_gate"))
+
+    monkeypatch.setattr(_gpu_op_invariance, "Cases", Some)
+    monkeypatch.setattr(_gpu_op_invariance, "_forward", lambda config, weights, device: "passes")
+    metrics = gpu_ops.run(["--parts", "invariance", "--rows", "12"])
+    for mode in ("default", "deterministic"):
+        assert metrics[f"{mode}_topk_gate_torch_repeats"] == metrics[f"{mode}_topk_gate_torch_invariant"] == 1
+        assert metrics[f"{mode}_bf16_gemm_torch_b1_us"] > 0
+    assert metrics["deterministic_bf16_gemm_torch_invariant"] == metrics["deterministic_index_scores_torch_chunk"] == 1
+    assert 0 <= metrics["default_index_scores_torch_difference"] < 1e-5
+    assert metrics["deterministic_fails"] == "none" and metrics["deterministic_forward"] == "passes"
+    table = capsys.readouterr().out
+    assert table.splitlines()[0].split()[:3] == ["mode", "operation", "backend"]
+    assert "deterministic bf16_gemm        torch      states" in table
