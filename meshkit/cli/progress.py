@@ -49,6 +49,8 @@ class Progress:
         name = event.service
         match event.kind:
             case "started":
+                if not self._starting and self.state[name] != "restarting":  # by request; who died is timed from there
+                    self.died_at[name] = event.at_s
                 self.state[name] = "starting"
             case "ready":
                 self.state[name] = f"ready  {event.at_s:.1f} s"

@@ -62,15 +62,22 @@ def test_the_cause_of_a_failed_start_is_kept_for_the_end(lines: tuple[str, ...],
 
 def test_a_restart_says_how_long_the_former_process_took_to_leave(capsys: pytest.CaptureFixture[str]):
     shown = plain()
+    shown.finish_start()
+    shown.event(ServiceEvent("gateway", "started", 8.0, 22))  # beside its predecessor
     shown.event(ServiceEvent("gateway", "leaving", 10.0, 12))
+    shown.event(ServiceEvent("gateway", "ready", 10.0, 22))
     shown.event(ServiceEvent("gateway", "left", 12.5, 12, 0))
     shown.event(ServiceEvent("worker", "leaving", 13.0, 13))
     shown.event(ServiceEvent("worker", "left", 48.0, 13, -9))
+    shown.event(ServiceEvent("worker", "started", 48.0, 23))
+    shown.event(ServiceEvent("worker", "ready", 53.0, 23))
     assert capsys.readouterr().err.splitlines() == [
         "gateway     is restarted: finishes what it does",
+        "gateway     ready again after 2.0 s",
         "gateway     left after 2.5 s",
         "worker      is restarted: finishes what it does",
         "worker      left after 35.0 s, killed by SIGKILL",
+        "worker      ready again after 5.0 s",
     ]
 
 
