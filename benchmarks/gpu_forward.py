@@ -285,11 +285,15 @@ def check(lab: Lab, report: Report, options: argparse.Namespace) -> None:
 
 
 def diverge(lab: Lab, report: Report, options: argparse.Namespace) -> None:
-    """Answers of v4-nano alone, in a batch, and resumed: how many stay the same, and to which token."""
+    """Both modes: answers of v4-nano alone, in batches, restarted and resumed, to which token they stay the same; and
+    what a step of Flash costs in deterministic mode."""
+    from benchmarks._gpu_diverge import cost
     from benchmarks._gpu_diverge import measure as answers
 
     del options
     answers(lab.device, report)
+    report.save()
+    cost(lab, report, CONTEXT)
 
 
 def ops(lab: Lab, report: Report, options: argparse.Namespace) -> None:

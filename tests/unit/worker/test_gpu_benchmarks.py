@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from benchmarks import _gpu_op_invariance, gpu_ops
+from benchmarks import _gpu_diverge, _gpu_op_invariance, gpu_ops
 from benchmarks._gpu_choices import Choices
 from benchmarks._gpu_profile import attention_kernels
+from benchmarks.gpu_forward import Report
 
 
 def test_experts_differ_by_token_whatever_their_order_and_the_widest_margin_is_kept():
@@ -60,3 +61,36 @@ def test_invariance_is_measured_in_both_modes_without_a_gpu(monkeypatch, capsys)
     table = capsys.readouterr().out
     assert table.splitlines()[0].split()[:3] == ["mode", "operation", "backend"]
     assert "deterministic bf16_gemm        torch      states" in table
+
+
+def test_divergence_counts_whole_answers_and_says_where_the_first_parts():
+    report = Report()
+    alone = [([5, 6, 7], [0.5, 0.25, 0.125]), ([1, 2, 3], [0.5, 0.5, 0.5])]
+    others = [([5, 6, 7], [0.5, 0.25, 0.1251]), ([1, 9, 3], [0.5, 0.25, 0.5])]
+    _gpu_diverge._compare("default", "batch_2", alone, others, report)
+    (row,) = report.tables["diverge"]
+    assert (row["equal"], row["bits_equal"], row["first_token"], row["first_bit"]) == (0.5, 0.0, 1, 1)
+    _gpu_diverge._compare("deterministic", "batch_2", alone, alone, report)
+    assert report.metrics["deterministic_batch_2_bits_equal"] == 1.0
+    assert (
+        report.metrics["deterministic_batch_2_first_token"] == report.metrics["deterministic_batch_2_first_bit"] == -1
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_both_modes_are_compared_with_themselves_without_a_gpu(monkeypatch):
+    """v4-nano on CPU tensors: deterministic mode keeps every bit; the check of single operations has its own test."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(_gpu_diverge, "choose_backends", lambda cases, device: _gpu_diverge.invariant.switch(True))
+    monkeypatch.setattr(_gpu_diverge, "unseen", lambda tokenizer, count: [3 + 7 * n % 4000 for n in range(count)])
+    monkeypatch.setattr(_gpu_diverge, "PROMPT", 6)
+    report = Report()
+    _gpu_diverge.measure(torch.device("cpu"), report, prompts=2, answer=2, batches=(2,), checked=4)
+    shown = {(row["mode"], row["what"]): row for row in report.tables["diverge"]}
+    whats = ["repeated", "restarted", "batch_2", "resumed"]
+    assert list(shown) == [(name, what) for name in _gpu_diverge.MODES for what in whats] + [
+        ("deterministic", "default mode")
+    ]
+    assert all(shown["deterministic", what]["bits_equal"] == 1.0 for what in whats)
+    assert report.metrics["deterministic_nano_cost_b2"] > 0
+    assert not _gpu_diverge.invariant.on()
