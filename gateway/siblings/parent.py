@@ -143,8 +143,13 @@ def _hold(address: Address) -> tuple[socket.socket, Address]:
 
 
 def _say(event: ServiceEvent) -> None:
-    if event.kind in ("exited", "gave_up"):
-        log.error("%s %s with status %d", event.service, event.kind.replace("_", " "), event.status)
+    how = f"was killed by signal {-event.status}" if event.status < 0 else f"ended with status {event.status}"
+    if event.kind == "exited":
+        level = logging.ERROR if event.status else logging.INFO
+        when = f" in {event.restart_in_s:g} s" if event.restart_in_s else ""
+        log.log(level, "%s (pid %d) %s; the next one starts%s", event.service, event.pid, how, when)
+    elif event.kind == "gave_up":
+        log.error("%s (pid %d) %s: all processes end, another one would fail too", event.service, event.pid, how)
 
 
 def _relay(service: str, text: str) -> None:

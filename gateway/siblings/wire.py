@@ -53,6 +53,7 @@ class Talk:
             raise ConnectionError(f"{MAX_OPEN} questions wait for an answer")
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
+        waiting.add_done_callback(_look_at)  # whoever asked may have failed to send, and never comes to wait
         try:
             await self._send(_Line(number, what, arguments))
             return await waiting
@@ -64,7 +65,9 @@ class Talk:
         try:
             while line := await self._reader.readline():
                 self._take(_decode(line))
-        except (ConnectionError, ValueError, msgspec.DecodeError) as error:
+        except ConnectionError:
+            log.debug("a process is gone while it was told something")
+        except (ValueError, msgspec.DecodeError) as error:
             log.warning("a connection among gateway processes ends: %s", type(error).__name__)
         finally:
             for waiting in self._waiting.values():
@@ -92,3 +95,8 @@ class Talk:
     async def _send(self, line: _Line) -> None:
         self._writer.write(_encode(line) + b"\n")
         await self._writer.drain()
+
+
+def _look_at(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
