@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 from meshkit.types import PAGE_TOKENS, SamplingParams
 from worker_svc.core.work import RowWork, SlotInit, StepWork, TailWork
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.weights import ModelWeights
 from worker_svc.ops import registry
+from worker_svc.ops.bf16_gemm import bf16_gemm
 from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
 
 ROWS_STEP = 64
@@ -53,6 +55,9 @@ def compile_ahead(executor: GpuExecutor, step_tokens: int, *, covered: bool) -> 
             compile_products(shapes, sizes)
         for shape in shapes:
             run_products(shape, sizes)
+    if registry.backend("bf16_gemm") == "deep_gemm":  # deterministic mode, or a pin
+        for weight, largest in dense_weights(weights, most, executor.pools.slots):
+            run_dense(weight, product_rows(largest))
     k = executor.model.config.num_experts_per_tok
     weights.blocks[0].ffn.experts.prepare(expert_tokens(most, executor.buckets), k)
 
@@ -66,6 +71,22 @@ def product_shapes(weights: ModelWeights) -> list[Shape]:
             *groups, n, k = matrix.codes.shape
             found[(groups[0] if groups else 0, n, k)] = None
     return list(found)
+
+
+def dense_weights(weights: ModelWeights, most: int, sampled: int) -> list[tuple[Tensor, int]]:
+    """One BF16 weight of each shape with the most rows that meet it: all tokens of a step, or the sampled ones."""
+    found: dict[torch.Size, tuple[Tensor, int]] = {weights.head.shape: (weights.head, sampled)}
+    for block in weights.blocks:
+        for weight in (block.ffn.gate, block.attn.states):
+            if weight is not None:
+                found.setdefault(weight.shape, (weight, most))
+    return list(found.values())
+
+
+def run_dense(weight: Tensor, sizes: Iterable[int]) -> None:
+    """One BF16 product at all these row counts, over zeros."""
+    for rows in sorted(sizes, reverse=True):
+        bf16_gemm(torch.zeros(rows, weight.shape[1], dtype=weight.dtype, device=weight.device), weight)
 
 
 def product_rows(most: int) -> list[int]:

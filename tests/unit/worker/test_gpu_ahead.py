@@ -1,6 +1,9 @@
 """What a GPU worker compiles before it is ready: which sizes are tried, and that the warm-up's steps are real ones."""
 
 from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
 
 from worker_svc.gpu import ahead
 
@@ -24,3 +27,17 @@ def test_a_process_that_fails_is_counted_not_fatal(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         ahead.compile_products([(0, 128, 256), (8, 256, 512)], [16, 64, 1024])
     assert "products compiled by 4 processes" in caplog.text and "2 of them failed" in caplog.text
+
+
+def test_dense_products_are_tried_once_per_shape_at_the_rows_that_meet_them(monkeypatch):
+    def block(states):
+        weight = None if states is None else torch.empty(states, 8)
+        return SimpleNamespace(ffn=SimpleNamespace(gate=torch.empty(4, 8)), attn=SimpleNamespace(states=weight))
+
+    weights = SimpleNamespace(head=torch.empty(50, 8), blocks=[block(None), block(6), block(6), block(7)])
+    found = ahead.dense_weights(weights, most=900, sampled=64)
+    assert [(len(weight), most) for weight, most in found] == [(50, 64), (4, 900), (6, 900), (7, 900)]
+    met = []
+    monkeypatch.setattr(ahead, "bf16_gemm", lambda x, weight: met.append(len(x)))
+    ahead.run_dense(weights.head, [16, 64, 32])
+    assert met == [64, 32, 16]
