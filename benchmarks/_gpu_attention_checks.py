@@ -156,9 +156,15 @@ def on_cpu(case: Case) -> Case:
         elif name == "weights":
             value = on_cpu(value)
         elif name == "lists":
-            value = type(value)(**{field: _cpu(getattr(value, field)) for field in value.__dataclass_fields__})
+            fields = {field: getattr(value, field) for field in value.__dataclass_fields__}
+            value = type(value)(**fields | {field: _cpu(fields[field]) for field in _tensors(value)})
         setattr(other, name, value)
     return other
+
+
+def _tensors(lists: Any) -> list[str]:
+    """Fields that hold one."""
+    return [name for name in lists.__dataclass_fields__ if isinstance(getattr(lists, name), Tensor)]
 
 
 def _cpu(tensor: Tensor) -> Tensor:
@@ -169,12 +175,12 @@ def _cpu(tensor: Tensor) -> Tensor:
 
 def exact(lists: Any, others: Any, run: Callable[[], None], other_run: Callable[[], None]) -> float:
     """Number of elements of the lists that differ after both ran into poisoned memory."""
-    for name in lists.__dataclass_fields__:
+    for name in _tensors(lists):
         getattr(lists, name).fill_(-1)
         getattr(others, name).fill_(-1)
     run()
     other_run()
-    return float(sum((getattr(lists, n).cpu() != getattr(others, n)).sum() for n in lists.__dataclass_fields__))
+    return float(sum((getattr(lists, n).cpu() != getattr(others, n)).sum() for n in _tensors(lists)))
 
 
 def distance(out: Tensor, expected: Tensor) -> float:

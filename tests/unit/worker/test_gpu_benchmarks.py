@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from benchmarks import _gpu_diverge, _gpu_op_invariance, gpu_ops
+from benchmarks import (
+    _gpu_attention_cases,
+    _gpu_attention_checks,
+    _gpu_checks,
+    _gpu_diverge,
+    _gpu_op_invariance,
+    gpu_ops,
+)
 from benchmarks._gpu_choices import Choices
 from benchmarks._gpu_profile import attention_kernels
 from benchmarks.gpu_forward import Report
+from worker_svc.ops.index_scores import rows_ref as scores_ref
+from worker_svc.ops.sparse_attention import rows_ref as attention_ref
 
 
 def test_experts_differ_by_token_whatever_their_order_and_the_widest_margin_is_kept():
@@ -37,6 +46,7 @@ def test_attention_launches_are_those_between_two_norms_without_the_mixers():
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
@@ -80,7 +90,6 @@ def test_divergence_counts_whole_answers_and_says_where_the_first_parts():
 @pytest.mark.usefixtures("one_thread")
 def test_both_modes_are_compared_with_themselves_without_a_gpu(monkeypatch):
     """v4-nano on CPU tensors: deterministic mode keeps every bit; the check of single operations has its own test."""
-    torch.set_num_threads(1)
     monkeypatch.setattr(_gpu_diverge, "choose_backends", lambda cases, device: _gpu_diverge.invariant.switch(True))
     monkeypatch.setattr(_gpu_diverge, "unseen", lambda tokenizer, count: [3 + 7 * n % 4000 for n in range(count)])
     monkeypatch.setattr(_gpu_diverge, "PROMPT", 6)
@@ -94,3 +103,38 @@ def test_both_modes_are_compared_with_themselves_without_a_gpu(monkeypatch):
     assert all(shown["deterministic", what]["bits_equal"] == 1.0 for what in whats)
     assert report.metrics["deterministic_nano_cost_b2"] > 0
     assert not _gpu_diverge.invariant.on()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_checks_of_attention_run_through_and_find_nothing_in_the_references(monkeypatch):
+    """On CPU tensors both sides are plain torch, so what differs would be the checks' own mistake."""
+    scores = pytest.importorskip("worker_svc.ops.index_scores.triton")
+    attention = pytest.importorskip("worker_svc.ops.sparse_attention.triton")
+    monkeypatch.setattr(_gpu_attention_cases, "DEVICE", "cpu")
+    monkeypatch.setattr(
+        scores, "paged_scores", lambda *a: a[-1].copy_(scores_ref.paged_scores(*a[:-1], a[-1].shape[1]))
+    )
+    monkeypatch.setattr(
+        scores, "ragged_scores", lambda *a: a[-1].copy_(scores_ref.ragged_scores(*a[:-1], a[-1].shape[1]))
+    )
+    monkeypatch.setattr(attention, "sparse_prefill", lambda *a: a[-1].copy_(attention_ref.chunk_attention(*a[:-1])))
+    monkeypatch.setattr(attention, "attend", lambda *a: (a, None))
+    monkeypatch.setattr(
+        attention,
+        "join",
+        lambda args, lse, sink, out: out.copy_(attention_ref.decode_attention(*args[:7], sink, args[7])),
+    )
+    with torch.inference_mode():
+        found = dict(_gpu_attention_checks.all_checks())
+    assert len(found) == 30
+    assert {name for name, error in found.items() if error} <= {"attend_f16_1", "attend_f16_10"}, "FP16 queries round"
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("one_thread")
+def test_the_checks_of_operations_run_through(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    report = Report()
+    _gpu_checks.check_ops(torch.device("cpu"), report)
+    assert not [name for name in report.metrics if name.endswith("_failed")]
+    assert report.metrics["ops_worst_error"] < 3e-3 and len(report.tables["ops"]) > 20
