@@ -1,7 +1,8 @@
 """Before a deterministic worker serves: each operation on this very GPU, then the whole forward, must repeat its bits.
 
 `choose_backends` tries what `ops.invariant` lists, in its order, until one passes; `check_forward` runs a sequence
-alone, cut differently among others, and again from its own tokens. Whatever fails is named, and the start with it.
+alone, cut differently among others, from a saved prefix, and again from its own tokens. What fails is named, and the
+worker does not start.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -16,7 +18,7 @@ import torch
 
 from meshkit.errors import GpuError
 from meshkit.types import PAGE_TOKENS, SamplingParams, TokenLogprobs
-from worker_svc.core.work import RowWork, SlotInit, StepWork
+from worker_svc.core.work import RowWork, SlotInit, StepWork, TailWork
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.invariance import Case, examine
 from worker_svc.ops import invariant, registry
@@ -84,28 +86,47 @@ def _refused(what: str, why: str, device: torch.device) -> GpuError:
 # The whole forward
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One way to come to the same answer. emitted: tokens of it that are part of the prompt; cuts: where the prompt is
+    cut; companies: others in each decode step; resumed: begin behind the first page, from its saved tail."""
+
+    emitted: Sequence[int] = ()
+    cuts: Sequence[int] = ()
+    companies: Sequence[int] = (0,) * 99
+    resumed: bool = False
+
+
 def check_forward(executor: GpuExecutor, step_tokens: int) -> None:
     """GpuError if a sequence's ids or log-probabilities depend on its company, its cuts, or where it was resumed."""
     started = time.perf_counter()
     prompt = _ids(executor, _prompt_tokens(executor, step_tokens), 1)
-    wanted = _answer(executor, prompt, (), cuts=(), companies=[0] * ANSWER, step_tokens=step_tokens)
-    told = [ids[0] for ids, _ in wanted]
+    wanted = _answer(executor, prompt, _Way(), step_tokens)
+    told = [ids[0] for ids, _ in wanted if ids]
+    if len(told) < ANSWER:
+        raise GpuError("--deterministic: the sequence to check with drew no token: are the model's logits NaN?")
     cuts = (len(prompt) // 9, len(prompt) // 2 + 1, len(prompt) - 1)
-    variants = {
-        "run again": ((), (), [0] * ANSWER),
-        "among others, its prompt in pieces": ((), cuts, COMPANIONS),
-        "resumed from its tokens": (told[: ANSWER // 2], (), [3] * ANSWER),
+    ways = {
+        "run again": _Way(),
+        "among others, its prompt in pieces": _Way(cuts=cuts, companies=COMPANIONS),
+        "resumed from its tokens": _Way(emitted=told[: ANSWER // 2], companies=(3,) * ANSWER),
+        "resumed from a saved prefix": _Way(resumed=True, companies=(1,) * ANSWER),
     }
-    for name, (emitted, pieces, companies) in variants.items():
-        found = _answer(executor, prompt, emitted, cuts=pieces, companies=companies, step_tokens=step_tokens)
-        if found != wanted[len(emitted) :]:
-            first = next((n for n, (a, b) in enumerate(zip(found, wanted[len(emitted) :])) if a != b), 0)
-            why = (
-                f"{name}, token {first + len(emitted)} has another log-probability, though each operation alone passes"
-            )
+    for name, way in ways.items():
+        if way.resumed and not _saves(executor, prompt):
+            continue
+        found, rest = _answer(executor, prompt, way, step_tokens), wanted[len(way.emitted) :]
+        if found != rest:
+            first = next((n for n, (a, b) in enumerate(zip(found, rest)) if a != b), 0) + len(way.emitted)
+            why = f"{name}, token {first} has another log-probability, though each operation alone passes"
             raise _refused("the whole forward", why, executor.device)
     seconds = time.perf_counter() - started
     log.info("deterministic: the whole forward passes in %.1f s, prompt of %d tokens", seconds, len(prompt))
+
+
+def _saves(executor: GpuExecutor, prompt: Sequence[int]) -> bool:
+    """Whether there is a whole page to save, and somewhere to keep its tail."""
+    return len(prompt) > PAGE_TOKENS and executor.pools.tails > 0
 
 
 def _prompt_tokens(executor: GpuExecutor, step_tokens: int) -> int:
@@ -120,33 +141,31 @@ def _ids(executor: GpuExecutor, count: int, seed: int) -> list[int]:
     return torch.randint(3, executor.info.vocab_size, (count,), generator=draw).tolist()
 
 
-def _answer(
-    executor: GpuExecutor,
-    prompt: Sequence[int],
-    emitted: Sequence[int],
-    *,
-    cuts: Sequence[int],
-    companies: Sequence[int],
-    step_tokens: int,
-) -> Answer:
-    """Ids and log-probabilities drawn after `prompt` and `emitted`, in the last slot; companies: others in each step.
+def _answer(executor: GpuExecutor, prompt: Sequence[int], way: _Way, step_tokens: int) -> Answer:
+    """Ids and log-probabilities drawn after the prompt, in the last slot.
 
     Others join with the first decode step that wants them and stay as long as enough are wanted.
     """
-    slot, ids = executor.pools.slots - 1, [*prompt, *emitted]
+    slot, ids = executor.pools.slots - 1, [*prompt, *way.emitted]
     pages = range(-(-(len(prompt) + ANSWER) // PAGE_TOKENS))
     others = min(slot, executor.pools.pages - len(pages), step_tokens // SHORT)
-    init, found = _init(slot, len(emitted)), Answer()
-    inits: tuple[SlotInit, ...] = (init,)
-    for start, end in _pieces(len(ids), cuts):
+    found, begin = Answer(), PAGE_TOKENS if way.resumed else 0
+    inits: tuple[SlotInit, ...] = (_init(slot, len(way.emitted), start=begin),)
+    tail = (TailWork(slot, PAGE_TOKENS, 0),) if _saves(executor, prompt) else ()
+    for start, end in _pieces(begin, len(ids), way.cuts):
         last = int(end == len(ids))
         row = RowWork(slot=slot, start=start, ids=tuple(ids[start:end]), pages=pages, sample_last=last)
-        outcome = executor.run(StepWork(inits=inits, rows=(row,))).rows[0]
-        inits = ()
+        work = StepWork(
+            inits=inits,
+            rows=(row,),
+            tail_loads=tail if way.resumed and start == begin else (),
+            saves=tail if not way.resumed and start < PAGE_TOKENS <= end else (),
+        )
+        outcome, inits = executor.run(work).rows[0], ()
         if last:
             found.append((outcome.tokens, outcome.logprobs))
     joined = 0
-    for wanted in companies[len(emitted) + 1 :]:
+    for wanted in way.companies[len(way.emitted) + 1 : ANSWER]:
         company = min(wanted, others)
         if company > joined:
             executor.run(_joining(executor, range(joined, company), len(pages)))
@@ -160,8 +179,8 @@ def _answer(
     return found
 
 
-def _pieces(count: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    ends = sorted({0, count, *(cut for cut in cuts if 0 < cut < count)})
+def _pieces(begin: int, count: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    ends = sorted({begin, count, *(cut for cut in cuts if begin < cut < count)})
     return iter(pairwise(ends))
 
 
@@ -179,6 +198,6 @@ def _joining(executor: GpuExecutor, slots: range, first_page: int) -> StepWork:
     return StepWork(inits=tuple(_init(slot, 0) for slot in slots), rows=rows)
 
 
-def _init(slot: int, n_emitted: int) -> SlotInit:
+def _init(slot: int, n_emitted: int, start: int = 0) -> SlotInit:
     params = SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True, top_logprobs=4)
-    return SlotInit(slot=slot, params=params, seed=slot, choice=0, n_emitted=n_emitted)
+    return SlotInit(slot=slot, params=params, seed=slot, choice=0, n_emitted=n_emitted, start=start)
