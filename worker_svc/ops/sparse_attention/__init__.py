@@ -2,7 +2,8 @@
 
 `sparse_attention` takes one sequence's keys as a matrix (the CPU model). `decode_attention` reads rows of the KV pools
 by their numbers, `chunk_attention` rows of a BF16 workspace: FlashMLA where the number of heads is 64 or 128, else our
-Triton kernels, plain torch on the CPU.
+Triton kernels, plain torch on the CPU. In deterministic mode (`ops.invariant`) our kernels run in both, and read the
+same keys in the same order: the window first, then entries.
 """
 
 from typing import Any
