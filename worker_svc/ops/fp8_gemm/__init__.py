@@ -1,7 +1,7 @@
 """FP8 products of the GPU forward: E4M3 activations with a scale per 128 of K, E4M3 weights with one per 128x128 tile.
 
 All scales are FP32 powers of two. On a CUDA device DeepGEMM multiplies, up to `SKINNY_ROWS` rows our own kernel; on the
-CPU plain torch does, on the same layouts. In deterministic mode (`ops.invariant`) one of them serves all numbers of rows.
+CPU plain torch does, on the same layouts. In deterministic mode (`ops.invariant`) one serves all numbers of rows.
 """
 
 from dataclasses import dataclass
