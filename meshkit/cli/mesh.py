@@ -187,7 +187,8 @@ async def _supervise(
         if running.done():
             return ended(running.result())
         progress.finish_start()
-        on_ready(plan, time.monotonic() - started)
+        with contextlib.suppress(BrokenPipeError):  # nobody reads any more (`| head`): the mesh goes on
+            on_ready(plan, time.monotonic() - started)
         if work is None:
             return ended(await running)
         working = asyncio.create_task(asyncio.to_thread(work, plan, supervisor.pids))
