@@ -2,7 +2,8 @@
 
 By default tiles and splits follow the batch, so the last bits of a result differ, and near-ties fall either way. In
 deterministic mode nothing may differ, not even a log-probability's last bit. Every variant is held against the answer
-alone in the same mode; `cost` says what a step of Flash pays for it.
+alone in the same mode. `requests` does the same with the sampled requests of `batch_invariance` (strangers and random
+chunks, a saved tail, an exact replay); `cost` says what a step of Flash pays for it.
 """
 # mypy: disallow-untyped-calls=False
 
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 
+from benchmarks import batch_invariance
 from benchmarks._gpu_checks import unseen
 from benchmarks._gpu_model import Bench, assemble
-from meshkit.types import SamplingParams
+from meshkit.types import PAGE_TOKENS, SamplingParams
 from worker_svc.core.work import RowWork, SlotInit, StepWork
 from worker_svc.gpu.invariance_cases import Cases
 from worker_svc.gpu.self_check import choose_backends
@@ -26,6 +28,7 @@ from worker_svc.ops import invariant
 MODES = ("default", "deterministic")
 PROMPTS, PROMPT, ANSWER = 32, 90, 64
 BATCHES = (2, 8, 32)
+REQUESTS = 40
 COST_BATCHES = (1, 8, 64, 256)
 COST_PROMPT = 4096
 Answer = tuple[list[int], list[float]]
@@ -48,6 +51,7 @@ def measure(
     prompts: int = PROMPTS,
     answer: int = ANSWER,
     batches: Sequence[int] = BATCHES,
+    sampled: int = REQUESTS,
     checked: int = 256,
 ) -> None:
     """Shares of answers (and of their bits) that stay equal, the first token that differs, and what a step takes."""
@@ -65,10 +69,35 @@ def measure(
             sizes = {"slots": max(batches), "context": 512, "max_tokens": max(batches) * (PROMPT + answer)}
             made = [assemble(checkpoint.config, weights, device, **sizes) for _ in range(2)]  # type: ignore[arg-type]
             alone[name] = _variants(name, made, texts, answer, batches, report)
+            if sampled:
+                # As many pages as the requests name.
+                room = assemble(checkpoint.config, weights, device, slots=4, context=1536, max_tokens=1200)
+                requests(name, room, sampled, report)
     _compare("deterministic", "default mode", alone["default"], alone["deterministic"], report)
     for size in (1, max(batches)):
         default, ours = (report.metrics[f"{name}_nano_step_b{size}_ms"] for name in MODES)
         report.metrics[f"deterministic_nano_cost_b{size}"] = round(ours / default, 3)
+
+
+def requests(name: str, bench: Bench, count: int, report: Any) -> None:
+    """Prompts of 5 to 800 tokens at temperature 1: how many answers differ, in ids or a log-probability's bits."""
+    executor: Any = bench.executor
+    checks: dict[str, list[bool]] = {}
+    for number in range(count):
+        prompt = batch_invariance.random_prompt(executor, number)
+        wanted = batch_invariance.alone(executor, prompt, number)
+        ways = {"companions": batch_invariance.in_company}
+        if len(prompt) > PAGE_TOKENS:
+            ways["tail"] = batch_invariance.from_tail
+        if len(prompt) > batch_invariance.replay_length(executor):
+            ways["replay"] = batch_invariance.after_replay
+        for what, way in ways.items():
+            checks.setdefault(what, []).append(way(executor, prompt, number) == wanted)
+    for what, same in checks.items():
+        report.row("requests", mode=name, what=what, answers=len(same), differ=same.count(False))
+    every = [equal for same in checks.values() for equal in same]
+    report.metrics[f"{name}_requests_compared"] = len(every)
+    report.metrics[f"{name}_requests_differ"] = every.count(False)
 
 
 def _variants(

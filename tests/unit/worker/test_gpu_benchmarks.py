@@ -93,8 +93,9 @@ def test_both_modes_are_compared_with_themselves_without_a_gpu(monkeypatch):
     monkeypatch.setattr(_gpu_diverge, "choose_backends", lambda cases, device: _gpu_diverge.invariant.switch(True))
     monkeypatch.setattr(_gpu_diverge, "unseen", lambda tokenizer, count: [3 + 7 * n % 4000 for n in range(count)])
     monkeypatch.setattr(_gpu_diverge, "PROMPT", 6)
+    monkeypatch.setattr(_gpu_diverge.batch_invariance, "random_prompt", lambda executor, number: [5, 77, 300, 9])
     report = Report()
-    _gpu_diverge.measure(torch.device("cpu"), report, prompts=2, answer=2, batches=(2,), checked=4)
+    _gpu_diverge.measure(torch.device("cpu"), report, prompts=2, answer=2, batches=(2,), sampled=1, checked=4)
     shown = {(row["mode"], row["what"]): row for row in report.tables["diverge"]}
     whats = ["repeated", "restarted", "batch_2", "resumed"]
     assert list(shown) == [(name, what) for name in _gpu_diverge.MODES for what in whats] + [
@@ -102,6 +103,7 @@ def test_both_modes_are_compared_with_themselves_without_a_gpu(monkeypatch):
     ]
     assert all(shown["deterministic", what]["bits_equal"] == 1.0 for what in whats)
     assert report.metrics["deterministic_nano_cost_b2"] > 0
+    assert report.metrics["deterministic_requests_differ"] == 0 < report.metrics["deterministic_requests_compared"]
     assert not _gpu_diverge.invariant.on()
 
 
