@@ -89,6 +89,8 @@ def from_source(
     if config.deterministic:
         with _lap(laps, "operations checked", device):
             choose_backends(Cases(weights, source.config, device, rows=CHECKED_ROWS), device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # the pools are sized by what is free now
     with _lap(laps, "pools", device):
         pages, tails = pool_sizes(layout, config, slots, torch.cuda.mem_get_info(device)[0])
         pools = GpuPools(layout, slots=slots, pages=pages, tails=tails, device=device)
