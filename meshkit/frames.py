@@ -249,6 +249,7 @@ class DumpSlot:
     pages: tuple[int, ...]
     spare: int  # -1 none
     spare_pos: int  # 0: holds nothing
+    grammar_id: bytes = b""  # it is bound to; empty: unconstrained
 
 
 class PublishedPage(NamedTuple):

@@ -182,6 +182,7 @@ def _put_dump_slot(slot: DumpSlot) -> pb.DumpSlot:
         pages=c.put_i32(slot.pages),
         spare=slot.spare,
         spare_pos=slot.spare_pos,
+        grammar_id=slot.grammar_id,
     )
 
 
@@ -202,6 +203,7 @@ def _get_dump_slot(message: pb.DumpSlot) -> DumpSlot:
         pages=c.get_ints(message.pages, "dump.pages"),
         spare=c.get_int(message.spare, "dump.spare", low=NO_TAIL),
         spare_pos=c.get_int(message.spare_pos, "dump.spare_pos"),
+        grammar_id=c.get_id(message.grammar_id, "dump.grammar_id") if message.grammar_id else b"",
     )
 
 

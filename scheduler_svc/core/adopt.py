@@ -1,8 +1,8 @@
 """A worker's dump: slots that go on for requests we know, slots that wait for theirs, and everything else freed.
 
-A slot is adopted when the ids its gateway has (or we had booked) are a prefix of the slot's, and the missing ones are
-in the dump (none may miss if log-probabilities are wanted). It goes on by a chunk row from its committed length, which
-is exact whether it was in prefill or in decode.
+A slot is adopted when it is bound to the grammar that its request has now, the ids its gateway has (or we had booked)
+are a prefix of the slot's, and the missing ones are in the dump (none may miss if log-probabilities are wanted). It
+goes on by a chunk row from its committed length, which is exact whether it was in prefill or in decode.
 """
 
 import numpy as np
@@ -119,6 +119,7 @@ def _orphan(st: State, worker: Worker, slot: DumpSlot) -> Orphan:
         spare_pos=slot.spare_pos if 0 <= slot.spare_pos <= slot.length else 0,
         since_ns=st.now,
         hold=_hold(st, rank, slot.pages),
+        grammar_id=slot.grammar_id,
     )
 
 
@@ -187,7 +188,7 @@ def _missing_ids(seq: Seq, orphan: Orphan, limit: int) -> list[int] | None:
 
 
 def _adopt(st: State, worker: Worker, orphan: Orphan, seq: Seq) -> bool:
-    if seq.phase is not Phase.QUEUED:
+    if seq.phase is not Phase.QUEUED or orphan.grammar_id != _grammar_id(seq):
         return False
     ids = _missing_ids(seq, orphan, st.limits.adopt_ids)
     if ids is None:
@@ -206,6 +207,11 @@ def _adopt(st: State, worker: Worker, orphan: Orphan, seq: Seq) -> bool:
     elif ids:
         emit(st, seq, base, ids)
     return True
+
+
+def _grammar_id(seq: Seq) -> bytes:
+    """A slot bound to another one, as after an upgrade of the grammar service, would wait for masks that never come."""
+    return seq.req.grammar.grammar_id if seq.req.grammar is not None else b""
 
 
 def _place(worker: Worker, rank: Rank, orphan: Orphan, seq: Seq) -> None:

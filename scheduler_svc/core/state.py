@@ -160,6 +160,7 @@ class Orphan:
     spare_pos: int
     since_ns: int
     hold: Hold
+    grammar_id: bytes
 
 
 @dataclass(slots=True, eq=False)

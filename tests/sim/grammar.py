@@ -45,6 +45,8 @@ class GrammarService:
         self.sources: dict[bytes, str] = {}  # what this process has compiled
         self.flights: set[bytes] = set()
         self.refused: set[str] = set()  # texts whose sessions were told that there is no grammar
+        self.busy_when_attached = False  # the next mask streams find it busy
+        self.busy_ns = 0  # until then half of its mask messages are late
         self.told: set[tuple[int, bytes]] = set()  # (epoch of the scheduler, id): what a scheduler may name
 
     def start(self) -> None:
@@ -194,6 +196,9 @@ class GrammarService:
 
     def attach(self, stream: MaskStream, group: str, slots: int) -> Attachment:
         """A newer stream of a group replaces the older, which ends at once."""
+        if self.busy_when_attached:
+            self.busy_when_attached = False
+            self.busy_ns = self.world.now_ns + 6 * self.world.scenario.knobs.step_ms * MS
         if (old := self.attachments.get(group)) is not None:
             old.stream.close(1)
         attachment = self.attachments[group] = Attachment(self, stream, slots, self.rng.getrandbits(63) + 1)

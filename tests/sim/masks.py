@@ -245,7 +245,7 @@ class MaskLink:
     def lost(self, stream: MaskStream) -> None:
         stream.ended[0] = True
         self.book.detached()
-        self.world.after(40, self._dial)
+        self.world.after(self.world.rng_masks.uniform(4, 40), self._dial)
 
     def _wake(self) -> None:
         if not self._due:

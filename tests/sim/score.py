@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.__main__ import machine
 from tests.sim.mutants import MUTANTS, Found, Mutant, hunt
 from tests.sim.saved import write_known_seeds
 
@@ -37,7 +38,7 @@ def score(only: str, cpu_s: float, jobs: int, *, write: bool = False, file: Path
             print(f"{name:60s} {_verdict(one, limit_s, alone=len(found) > len(wanted))}", flush=True)
     result = summary(wanted, found, cpu_s)
     if file is not None:
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        file.write_text(json.dumps({**result, "machine": machine()}, indent=1) + "\n")
     print(
         f"found within {cpu_s:.0f} CPU-s each: singles {result['singles_killed']} of {result['singles']}, "
         f"pairs {result['pairs_killed']} of {result['pairs']}; of the {len(parts)} parts of pairs alone "

@@ -201,7 +201,6 @@ class World:
         self.workers = [Process(self, "worker", i) for i in range(knobs.workers)]
         self.processes = [self.scheduler, *self.gateways, *self.workers]
         self.grammars = GrammarService(self)
-        self._masks_busy_ns = 0  # until then masks are late
         self.row_faults: set[tuple[bytes, int]] = set()  # (request, choice) whose row was made to fail
         self.held: dict[int, Held] = {}  # calls that the scheduler has not answered
         self._call_count = 0
@@ -354,7 +353,7 @@ class World:
         """One way between a worker and the grammar service of its host; now and then the service is busy."""
         knobs, rng = self.scenario.knobs, self.rng_masks
         late = knobs.step_ms * 2 if rng.random() < knobs.mask_late else 0.0
-        if self.now_ns < self._masks_busy_ns and rng.random() < 0.5:
+        if self.now_ns < self.grammars.busy_ns and rng.random() < 0.5:
             late = knobs.step_ms * rng.uniform(0, 3)
         return int((rng.expovariate(10 / knobs.delay_ms) + late) * MS)
 
@@ -604,19 +603,23 @@ class World:
             grammars.crash(5 + fault.a * 2500)
         self.faults_open -= 1
 
-    def _break_masks(self, fault: Fault, again: int) -> None:
-        """A mask stream breaks, and so do some of its successors, some steps later: what is said anew overlaps.
+    def _break_masks(self, fault: Fault, again: int, patience: int = 20) -> None:
+        """A mask stream in use breaks, and so do some of its successors, some steps later: what is said anew overlaps.
 
-        Half of them keep the service busy: its answer about a position may come when that has been sampled already.
+        Half of them keep the service busy when they come again: its answer about a position may be too late for it.
         """
-        if fault.b * 64 % 1 < 0.5:
-            self._masks_busy_ns = self.now_ns + int((60 + 6 * self.scenario.knobs.step_ms) * MS)
-        if streams := self.grammars.streams:
+        grammars, step_ms = self.grammars, self.scenario.knobs.step_ms
+        streams = [it.stream for it in grammars.attachments.values() if len(it.engine)]
+        if not streams and patience:
+            self.after(step_ms, lambda: self._break_masks(fault, again, patience - 1))
+            return
+        grammars.busy_when_attached = fault.b * 64 % 1 < 0.5
+        if streams := streams or grammars.streams:
             slow_ms = 2000 * fault.b if fault.b > 0.5 else 0.0
             notice = (slow_ms, 0.0) if fault.a * 16 % 1 < 0.5 else (0.0, slow_ms)
             streams[int(fault.a * len(streams))].cut(notice)
         if again:
-            pause_ms = 45 + 3 * self.scenario.knobs.step_ms * (fault.a * 64 % 1)
+            pause_ms = 45 + 3 * step_ms * (fault.a * 64 % 1)
             self.after(pause_ms, lambda: self._break_masks(fault, again - 1))
         else:
             self.faults_open -= 1

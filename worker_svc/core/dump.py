@@ -51,6 +51,7 @@ def _dump_slot(slot: Slot) -> DumpSlot:
         pages=tuple(slot.pages),
         spare=slot.spare,
         spare_pos=slot.spare_pos,
+        grammar_id=slot.grammar_id,
     )
 
 

@@ -197,7 +197,7 @@ def _init(table: SlotTable, init: SlotInit) -> InitWork:
             choice=init.choice,
             params=init.params,
             stops=_stops(table, init.params),
-            constrained=bool(init.grammar_id),
+            grammar_id=init.grammar_id,
             length=init.start,
             fed=init.start,
             n_emitted=init.n_emitted,

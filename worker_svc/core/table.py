@@ -50,7 +50,7 @@ class Slot:
     choice: int
     params: SamplingParams
     stops: frozenset[int]
-    constrained: bool = False
+    grammar_id: bytes = b""  # empty: unconstrained
     length: int
     n_emitted: int
     last_ids: deque[int]
@@ -125,7 +125,7 @@ class SlotTable:
         del self.slots[slot.slot]
         for page in slot.pages:
             self._refs[page] -= 1
-        if slot.constrained:
+        if slot.grammar_id:
             self._released.append((slot.slot, slot.gen))
 
     def take_released(self) -> list[tuple[int, int]]:

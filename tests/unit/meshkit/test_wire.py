@@ -157,6 +157,7 @@ DUMP_SLOT = st.builds(
     pages=INTS,
     spare=st.integers(-1, 2**31 - 1),
     spare_pos=U31,
+    grammar_id=st.just(b"") | KEY,
 )
 
 

@@ -125,6 +125,7 @@ class FakeWorker:
                     pages=tuple(s.pages),
                     spare=s.spare,
                     spare_pos=s.spare_pos,
+                    grammar_id=s.init.grammar_id,
                 )
             )
         return f.Dump(

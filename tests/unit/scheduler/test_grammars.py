@@ -299,6 +299,27 @@ def test_a_dumped_slot_waits_for_the_grammar_of_its_request():
     fresh.idle()
 
 
+def test_a_dumped_slot_of_another_revision_is_not_adopted():
+    m, g = ready()
+    w = m.workers["w0"]
+    j = m.submit(g, grammar=SOURCE, max_tokens=50, ignore_eos=True)
+    accept(m, j)  # it runs, but its gateway has no id of it yet
+    bound = w.frames[0].inits[0].grammar_id
+    while w.frames:
+        w.run(w.frames.popleft())
+    fresh = Mesh(grammar=True)  # the scheduler crashes, and the grammar service is upgraded
+    fresh.next_id = m.next_id
+    fresh.worker(w)
+    fresh.submit(fresh.gate(), journal=j, grammar=SOURCE)
+    j.grammar_id = fresh.answer(rev="rev2")
+    assert j.grammar_id != bound
+    fresh.advance(1_500)
+    fresh.run()
+    fresh.expect(j)
+    assert fresh.core.counters["slots_not_adopted"] == 1 and not fresh.core.counters.get("slots_adopted")
+    fresh.idle()
+
+
 def test_another_grammar_process_gets_all_live_grammars():
     m, g = ready()
     m.grammar_boot(1)

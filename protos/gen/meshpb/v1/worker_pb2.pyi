@@ -117,6 +117,7 @@ class DumpSlot(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     SPARE_FIELD_NUMBER: _builtins.int
     SPARE_POS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_ID_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     slot_gen: _builtins.int
     request_id: _builtins.bytes
@@ -136,6 +137,8 @@ class DumpSlot(_message.Message):
     """tail id, -1 none"""
     spare_pos: _builtins.int
     """0: holds nothing"""
+    grammar_id: _builtins.bytes
+    """of its SlotInit"""
     def __init__(
         self,
         *,
@@ -152,10 +155,11 @@ class DumpSlot(_message.Message):
         pages: _builtins.bytes = ...,
         spare: _builtins.int = ...,
         spare_pos: _builtins.int = ...,
+        grammar_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finished", b"finished", "last_ids", b"last_ids", "length", b"length", "n_emitted", b"n_emitted", "next", b"next", "pages", b"pages", "request_id", b"request_id", "slot", b"slot", "slot_gen", b"slot_gen", "spare", b"spare", "spare_pos", b"spare_pos"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "finished", b"finished", "grammar_id", b"grammar_id", "last_ids", b"last_ids", "length", b"length", "n_emitted", b"n_emitted", "next", b"next", "pages", b"pages", "request_id", b"request_id", "slot", b"slot", "slot_gen", b"slot_gen", "spare", b"spare", "spare_pos", b"spare_pos"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
