@@ -31,6 +31,7 @@ from meshkit.cli.preflight import (
 from meshkit.cli.progress import Progress, open_progress
 from meshkit.cli.restart import Control
 from meshkit.cli.screen import Screen
+from meshkit.cli.stopped import Stopped
 from meshkit.config import environment
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.standing import stands_by
@@ -43,6 +44,8 @@ DRAIN_S = {"gateway": 2.0, "worker": 3.0, "scheduler": 2.0, "grammar": 1.5}  # a
 GROUP = "worker"  # the scheduler knows whom to wait for
 STANDBY = "-standby"  # a second process of a service, which takes over when the first one dies
 BACKLOG = 1024  # connections that wait while no gateway is there
+TICK_S = 0.25
+LOOK_TICKS = 8  # between two looks whether a service is stopped
 REST_S = 1.0  # before the next standby of a service starts, so as not to slow the one that takes over
 
 
@@ -180,7 +183,7 @@ async def _supervise(
     for number in (signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
     running = asyncio.create_task(supervisor.run())
-    ticking = asyncio.create_task(_tick(progress))
+    ticking = asyncio.create_task(_tick(progress, supervisor))
     ready = asyncio.create_task(supervisor.all_ready.wait())
     try:
         await asyncio.wait([running, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -205,10 +208,14 @@ async def _supervise(
             await running
 
 
-async def _tick(progress: Progress) -> None:
+async def _tick(progress: Progress, supervisor: Supervisor) -> None:
+    stopped = Stopped()
     while True:
-        await asyncio.sleep(0.25)
-        progress.tick()
+        for _ in range(LOOK_TICKS):
+            await asyncio.sleep(TICK_S)
+            progress.tick()
+        for name, text in stopped.look(supervisor.pids()):
+            progress.note(name, text)
 
 
 def listening(host: str, port: int, count: int) -> Iterator[socket.socket]:

@@ -87,6 +87,10 @@ class Progress:
         if self.show_log:
             self.write(f"{self.screen.paint(f'{service:{self.width}}', self.color[service])} | {text}")
 
+    def note(self, service: str, text: str) -> None:
+        """What somebody else has noticed about a service."""
+        self._service(service, text, "yellow")
+
     def tick(self) -> None:
         """Called often; says what is awaited when nothing was said for a while."""
         if self._starting and time.monotonic() - self._said_at >= WAITING_EVERY_S:
