@@ -60,7 +60,9 @@ def test_invariance_is_measured_in_both_modes_without_a_gpu(monkeypatch, capsys)
             return (case for case in super().__iter__() if case.op in ("bf16_gemm", "index_scores", "topk_gate"))
 
     monkeypatch.setattr(_gpu_op_invariance, "Cases", Some)
-    monkeypatch.setattr(_gpu_op_invariance, "_forward", lambda config, weights, device: "passes")
+    monkeypatch.setattr(
+        _gpu_op_invariance, "_forward", lambda *args, deterministic: "passes" if deterministic else "differs"
+    )
     metrics = gpu_ops.run(["--parts", "invariance", "--rows", "12"])
     for mode in ("default", "deterministic"):
         assert metrics[f"{mode}_topk_gate_torch_repeats"] == metrics[f"{mode}_topk_gate_torch_invariant"] == 1
@@ -68,6 +70,7 @@ def test_invariance_is_measured_in_both_modes_without_a_gpu(monkeypatch, capsys)
     assert metrics["deterministic_bf16_gemm_torch_invariant"] == metrics["deterministic_index_scores_torch_chunk"] == 1
     assert 0 <= metrics["default_index_scores_torch_difference"] < 1e-5
     assert metrics["deterministic_fails"] == "none" and metrics["deterministic_forward"] == "passes"
+    assert metrics["default_forward"] == "differs"
     table = capsys.readouterr().out
     assert table.splitlines()[0].split()[:3] == ["mode", "operation", "backend"]
     assert "deterministic bf16_gemm        torch      states" in table
