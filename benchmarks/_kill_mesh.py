@@ -41,6 +41,7 @@ class MeshShape:
     gateways: int = 2
     standby: bool = True
     slots: int = 32
+    pages: int = 640
     scheduler_port: int = 0  # the scheduler listens there on loopback, without a standby; 0: a unix socket
     dial: dict[str, str] = field(default_factory=dict)
     drain_s: float = 30.0
@@ -90,7 +91,8 @@ class KillMesh:
             lines[f"grammar{STANDBY}"] = grammar
         for name in (f"worker-{n}" for n in range(shape.workers)):
             place = ("--scheduler", shape.dial.get(name, self.scheduler), "--group", name, "--grammar", masks)
-            sizes = ("--slots", str(shape.slots), "--pages", "640", "--threads", "1", "--max-step-tokens", "256")
+            pools = ("--slots", str(shape.slots), "--pages", str(shape.pages))
+            sizes = (*pools, "--threads", "1", "--max-step-tokens", "256")
             here = ("--listen", f"unix:{self.folder}/{name}.sock", "--metrics-port", ports[name])
             how: tuple[str, ...] = ("--deterministic",)
             if shape.sim_step_ms:

@@ -36,6 +36,7 @@ from benchmarks._kill_parts import Hurt, Part, Tormentor, Verdict, judge
 TITLE = "hours of mixed load with one fault a minute: pools at the end, memory of each service"
 
 BASELINE_MIN: Final = 20.0
+PAGES: Final = 160  # of each group, so few that their index has its full size long before the baseline
 FREEZE_S: Final = 3.0
 SAMPLE_S: Final = 5.0
 WINDOW_S: Final = 60.0  # over which memory is a median
@@ -201,7 +202,7 @@ async def holds(mesh: KillMesh) -> dict[str, int]:
 async def measure(options: argparse.Namespace) -> tuple[Metrics, Verdict, list[tuple[str, float, float]]]:
     """Reference, load and faults, then a look at what is left."""
     rng = random.Random(options.seed)
-    shape = MeshShape(sim_step_ms=options.sim_step_ms)
+    shape = MeshShape(sim_step_ms=options.sim_step_ms, pages=PAGES)
     if options.small:
         shape = replace(shape, workers=1, standby=False, grammar_standby=False, compilers=1)
     asked = catalogue(options.per_kind, options.tokens)
