@@ -58,6 +58,7 @@ class Knobs:
     mask_ring: bool = True  # mask rows lie in shared memory, else they travel inline
     mask_late: float = 0.0  # chance that a mask takes two steps
     row_fault: float = 0.0  # chance that a sampling row fails for good
+    leave_early: float = 0.0  # chance that a client leaves while its constrained choice is about to start
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,6 +158,7 @@ def _constrained(scenario: Scenario, busy: "Busy") -> Scenario:
             request.thinking = rng.random() < 0.2
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         scenario.faults.append(_fault(rng, rng.choice(GRAMMAR_KINDS), busy))
+    knobs.leave_early = rng.choice((0.0, 0.0, 0.3))
     return scenario
 
 

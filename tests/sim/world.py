@@ -336,6 +336,8 @@ class World:
 
         if work.inits:
             self.at(start_ns, begin)
+            if knobs.leave_early and start_ns > self.now_ns:
+                self._leave_early([slots[init.slot].request_id for init in work.inits if init.grammar_id])
 
         def done() -> None:
             if process.epoch != epoch or not process.alive:
@@ -530,6 +532,13 @@ class World:
                 gateway.deliver(ClientGone(RequestId(request.request_id)))
 
         self.after(self.rng_network.uniform(0, 5), gone)
+
+    def _leave_early(self, request_ids: list[RequestId]) -> None:
+        """Some of these clients go: a frame frees their slots that is prepared before the one that starts them runs."""
+        for request_id in dict.fromkeys(request_ids):
+            gateway = self.checker.tracks[request_id].gateway
+            if gateway is not None and self.rng_grammar.random() < self.scenario.knobs.leave_early:
+                self._leave(self.names[request_id], gateway)
 
     def _client(self, process: Process, effect: Emit | Ended | Refused) -> None:
         request = self.names[effect.request_id]
