@@ -23,11 +23,11 @@ part() {  # part NAME FLAGS...: its output and its status go into files
   mv "$logs/$name.part" "$logs/$name.status"
 }
 
-again() {  # again NAME FLAGS...: what failed beside everything else runs once more, alone; it is told
+again() {  # again NAME FLAGS...: what failed beside everything else runs once more; it is told
   local name=$1
   shift
   [ "$(cat "$logs/$name.status")" = 0 ] && return
-  echo "once more, alone:"
+  echo "once more:"
   "$bin/pytest" -m "$marks" -o cache_dir="$logs/$name.cache" --last-failed --last-failed-no-failures none "$@"
   echo $? > "$logs/$name.status"
 }
@@ -38,7 +38,8 @@ checks_and_part() {  # the checks say at once what they find; the tests run in a
   part "$@"
 }
 
-part soak "$soak" &
+{ part soak "$soak"; again soak "$soak" > "$logs/soak.again"; } &  # at once: alone, at the end, it would take too long
+soaks=$!
 part processes "${processes[@]}" &
 halves=$!
 checks_and_part others "${others[@]}" &
@@ -51,11 +52,10 @@ echo "the other too: $((SECONDS - begin)) s"
 until ! kill -USR1 "$sim" 2> /dev/null; do sleep 3; done  # both cores, as soon as it listens
 wait "$sim"
 sim_status=$?
-until [ -e "$logs/soak.status" ]; do sleep 1; done
-cat "$logs/processes" "$logs/others" "$logs/soak" "$logs/sim"
+wait $soaks
+cat "$logs/processes" "$logs/others" "$logs/soak" "$logs/soak.again" "$logs/sim"
 again processes "${processes[@]}"
 again others "${others[@]}"
-again soak "$soak"
 echo "checks, tests and simulation together: $((SECONDS - begin)) s"
 red=$sim_status
 for name in static processes others soak; do
