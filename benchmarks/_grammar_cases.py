@@ -165,3 +165,27 @@ KEYWORDS: list[tuple[str, Any, list[Any], list[Any]]] = [
     ("unknown keyword", {"type": "string", "minLenght": 3}, ["abc"], ["a"]),
     ("annotations", {"title": "t", "description": "d", "type": "integer", "default": 1}, [1], ["a"]),
 ]
+
+
+_ARGUMENTS: list[dict[str, Any]] = [
+    {"type": "string"},
+    {"type": "string", "minLength": 1, "maxLength": 256},
+    {"type": "integer", "minimum": 0, "maximum": 100},
+    {"type": "string", "enum": ["celsius", "fahrenheit", "kelvin"]},
+    {"type": "array", "items": {"type": "string"}, "maxItems": 10},
+    {"type": "object", "properties": {"lat": {"type": "number"}, "label": {"type": "string", "maxLength": 80}}},
+    {"type": "string", "format": "date"},
+    {"type": "string", "format": "uri"},
+    {"type": "boolean"},
+]
+
+
+def many_tools(count: int) -> dict[str, Any]:
+    """A call of one of so many tools is demanded, each with arguments of its own, every second one required."""
+    tools = []
+    for n in range(count):
+        names = [f"argument_{n}_{k}" for k in range(2 + n % 7)]
+        properties = {name: _ARGUMENTS[(n * 5 + k) % len(_ARGUMENTS)] for k, name in enumerate(names)}
+        parameters = {"type": "object", "properties": properties, "required": names[::2]}
+        tools.append({"name": f"tool_{n}", "parameters": parameters})
+    return {"tools": tools, "tool_choice": "required", "parallel": True}

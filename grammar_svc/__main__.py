@@ -1,7 +1,6 @@
 """`python -m grammar_svc --listen unix:... --model FOLDER`: config, vocabulary, compile processes, servicer, serve."""
 
 import asyncio
-import functools
 import logging
 import secrets
 import sys
@@ -60,10 +59,10 @@ def _prepare(config: GrammarConfig, place: Place | None) -> _Parts:
     )
     grammars = Grammars(
         children,
-        functools.partial(compiler.load, info=compiler.tokenizer_info(vocabulary)),
+        compiler.Builder(compiler.tokenizer_info(vocabulary), vocabulary, config.json_whitespace),
         compiler.revision(vocabulary, config.json_whitespace),
         max_bytes=config.cache_bytes,
-        kept=Kept(None if place is None else place.beside("grammars"), config.cache_bytes),
+        kept=Kept(None if place is None else place.beside("grammars")),
         max_queued=config.queue,
         max_queued_tenant=config.queue_tenant,
         limits=config.source_limits(),

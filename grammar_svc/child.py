@@ -1,5 +1,8 @@
 """A compile process: one source at a time from stdin, one answer to stdout, under processor and memory limits.
 
+It tells whether a source compiles within them, and what came of it in bytes; the engine's process then compiles it too.
+To write a grammar out and read it again would take up to a hundred times as long as to compile it twice.
+
 It may be killed at any moment; nothing is shared with it but two pipes. A message is a header (JSON) and a body, each
 behind its length (u32 little-endian). Limits: RLIMIT_CPU per compile, address space on top of what the imports took,
 no core dumps, no new files. Started as `python -m grammar_svc.child`.
@@ -57,9 +60,8 @@ def main() -> int:
         started = time.perf_counter()
         try:
             compiled = compiler.compile_source(made, Source(GrammarKind(header["kind"]), body.decode()))
-            body = compiled.serialize_json().encode()
             spent = round((time.perf_counter() - started) * 1e6)
-            answer = pack({"memory": compiled.memory_size_bytes, "us": spent}, body)
+            answer = pack({"memory": compiled.memory_size_bytes, "us": spent})
         except MemoryError:
             answer = pack({"memory_error": True})
         except compiler.CompileFailed as error:

@@ -47,14 +47,12 @@ class ChildLimits:
     soft_s: float = 2.0
     hard_s: float = 10.0
     memory_bytes: int = 1 << 30
-    answer_bytes: int = 32 << 20  # serialised; what the engine would have to load
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A serialised grammar, its size in memory, and the wall time it took (microseconds)."""
+    """Of a source that compiles: its size in memory, and the wall time it took (microseconds)."""
 
-    data: str
     memory: int
     micros: int
 
@@ -179,7 +177,7 @@ class Children:
             ask = {"kind": int(source.kind), "cpu_s": self.limits.hard_s}
             child.process.stdin.write(pack(ask, source.text.encode()))
             await child.process.stdin.drain()
-            header, body = await _read(child.process, self.limits.answer_bytes)
+            header = await _read(child.process)
         except (asyncio.IncompleteReadError, ConnectionError):
             await child.process.wait()
             raise self._why(child) from None
@@ -191,7 +189,7 @@ class Children:
         if "memory_error" in header:
             child.served = -1  # its heap is full of the attempt
             raise ChildError(Outcome.TOO_LARGE, f"compiling needs more than {self.limits.memory_bytes >> 20} MiB")
-        return Compiled(body.decode(), int(header["memory"]), int(header["us"]))
+        return Compiled(int(header["memory"]), int(header["us"]))
 
     async def _watch(self, child: _Child) -> None:
         """Kill at the hard limit, or at the soft one as soon as somebody waits."""
@@ -224,7 +222,7 @@ class Children:
             child = await self._launch()
             try:
                 async with asyncio.timeout(START_S):
-                    header, _ = await _read(child.process, 0)
+                    header = await _read(child.process)
                 child.grammar_rev = str(header["grammar_rev"])
                 self._idle.put_nowait(child)
                 return
@@ -259,12 +257,11 @@ class Children:
         return child
 
 
-async def _read(process: asyncio.subprocess.Process, most: int) -> tuple[dict[str, Any], bytes]:
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
     assert process.stdout is not None
-    head, body = LENGTHS.unpack(await process.stdout.readexactly(LENGTHS.size))
-    if body > most:
-        raise ChildError(Outcome.TOO_LARGE, f"its compiled form has {body} bytes, at most {most}")
-    return json.loads(await process.stdout.readexactly(head)), await process.stdout.readexactly(body)
+    head, _ = LENGTHS.unpack(await process.stdout.readexactly(LENGTHS.size))
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(head))
+    return answer
 
 
 def _own_words(text: str) -> str:

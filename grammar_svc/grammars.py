@@ -1,8 +1,8 @@
 """Compiled grammars by id: one compile per source however many ask, an LRU bounded in bytes, typed verdicts.
 
 Refusals are remembered for 30 s; timeouts, crashes and "busy" never are. Sources of evicted grammars are kept (they are
-small), so that a slot bound to one gets it again. What `kept` has in a file is loaded, not compiled; a standby loads it
-before anybody asks. Loading runs in a thread: masks go on meanwhile.
+small), so that a slot bound to one gets it again. What a child has compiled is built here, in a thread: masks go on
+meanwhile. What `kept` knows to compile is built without a child, by a standby before anybody asks.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Grammars:
     def __init__(
         self,
         compiles: Compiles,
-        load: Callable[[str], Any],
+        build: Callable[[Source], Any],
         grammar_rev: str,
         *,
         max_bytes: int,
@@ -60,7 +60,7 @@ class Grammars:
         limits: SourceLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._compiles, self._load, self.grammar_rev = compiles, load, grammar_rev
+        self._compiles, self._build, self.grammar_rev = compiles, build, grammar_rev
         self._kept, self._writing = kept or Kept(None, 0), set[asyncio.Task[None]]()
         self._max_bytes, self._max_queued, self._max_tenant = max_bytes, max_queued, max_queued_tenant
         self._limits, self._clock = limits or SourceLimits(), clock
@@ -117,7 +117,7 @@ class Grammars:
         return await asyncio.shield(self._flights[grammar_id])
 
     async def preload(self) -> None:
-        """Load what other processes of this place keep and this one has not tried yet; a standby does it repeatedly."""
+        """Build what others of this place keep and this one has not tried yet; a standby does so repeatedly."""
         for grammar_id in await self._kept.ids():
             if grammar_id in self._entries or grammar_id in self._seen:
                 continue
@@ -131,7 +131,7 @@ class Grammars:
             try:
                 await self._take_in(grammar_id, *found)
             except Exception:  # whatever the engine dislikes about it: it is compiled when somebody asks
-                log.exception("a kept grammar cannot be loaded")
+                log.exception("a kept grammar cannot be built")
 
     async def idle(self) -> None:
         """Until no compile is under way."""
@@ -182,8 +182,8 @@ class Grammars:
         if (before := await self._kept.get(grammar_id)) is not None:
             try:
                 return await self._take_in(grammar_id, source, before[1])
-            except Exception:  # whatever the engine dislikes about a file is no reason to refuse the source
-                log.exception("a kept grammar cannot be loaded: compiling it again")
+            except Exception:  # whatever the engine dislikes about it now: a child will say
+                log.exception("a kept grammar cannot be built: asking a child")
         self.compiles += 1
         try:
             made = await self._compiles.compile(source)
@@ -203,7 +203,7 @@ class Grammars:
         size = made.memory + len(source.text) + OVERHEAD
         if size > self._max_bytes:
             return Verdict(outcome=Outcome.TOO_LARGE, message=f"{size} bytes compiled, the cache has {self._max_bytes}")
-        grammar = await asyncio.to_thread(self._load, made.data)
+        grammar = await asyncio.to_thread(self._build, source)
         self._keep(grammar_id, source, Entry(grammar, size))
         return Verdict(outcome=Outcome.OK, grammar_id=grammar_id, compile_us=made.micros, compiled_bytes=made.memory)
 

@@ -1,9 +1,9 @@
-"""Compiled grammars in files beside the service's socket: what a standby that takes over need not compile again.
+"""Sources known to compile, in files beside the service's socket: a standby that takes over need not find out again.
 
-A file holds its source too, so that a standby can load it before anybody asks. It is written whole under another name
-and renamed, and begins with a checksum of the rest; what is torn, foreign or of another revision (the id holds it) is
-not found. Bounded in bytes, the longest unused goes first. A disk that is full
-or gone costs compiles, nothing else. Only this user can read or write the folder.
+A file holds a source, its size compiled and the time that took; a standby builds it before anybody asks. It is written
+whole under another name and renamed, and begins with a checksum of the rest; what is torn, foreign or of another
+revision (the id holds it) is not found. Bounded in number, the longest unused goes first. A disk that is full or gone
+costs compiles, nothing else. Only this user can read or write the folder.
 """
 
 import asyncio
@@ -19,9 +19,8 @@ from grammar_svc.children import Compiled
 from grammar_svc.sources import ID_BYTES, Source
 from meshkit.types import GrammarKind
 
-HEAD: Final = struct.Struct(
-    "<16sQQII"
-)  # checksum of the rest; bytes in memory, microseconds; kind, bytes of the source
+HEAD: Final = struct.Struct("<16sQQI")  # checksum of the rest; bytes in memory, microseconds, kind; the source follows
+MOST: Final = 1024  # files
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +28,8 @@ log = logging.getLogger(__name__)
 class Kept:
     """`folder` None keeps nothing."""
 
-    def __init__(self, folder: Path | None, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+    def __init__(self, folder: Path | None, most: int = MOST) -> None:
+        self._folder, self._most = folder, most
         self._complained = False
         if folder is not None:
             try:
@@ -46,8 +45,8 @@ class Kept:
         return None if self._folder is None else await asyncio.to_thread(self._read, self._folder, grammar_id)
 
     async def put(self, grammar_id: bytes, source: Source, made: Compiled) -> None:
-        """Keep it, unless it is larger than all that may be kept."""
-        if self._folder is not None and len(made.data) <= self._max_bytes:
+        """Keep it."""
+        if self._folder is not None:
             await asyncio.to_thread(self._write, self._folder, grammar_id, source, made)
 
     async def ids(self) -> list[bytes]:
@@ -72,18 +71,17 @@ class Kept:
             return None
         if len(raw) < HEAD.size:
             return None
-        checksum, memory, micros, kind, length = HEAD.unpack_from(raw)
+        checksum, memory, micros, kind = HEAD.unpack_from(raw)
         if checksum != _checksum(raw[16:]):
             log.warning("a kept grammar is damaged: compiling it again")
             return None
-        body = HEAD.size + length
-        source = Source(GrammarKind(kind), raw[HEAD.size : body].decode())
-        return source, Compiled(raw[body:].decode(), memory, micros)
+        try:
+            return Source(GrammarKind(kind), raw[HEAD.size :].decode()), Compiled(memory, micros)
+        except ValueError:  # of another build
+            return None
 
     def _write(self, folder: Path, grammar_id: bytes, source: Source, made: Compiled) -> None:
-        text = source.text.encode()
-        head = HEAD.pack(b"", made.memory, made.micros, int(source.kind), len(text))
-        rest = head[16:] + text + made.data.encode()
+        rest = HEAD.pack(b"", made.memory, made.micros, int(source.kind))[16:] + source.text.encode()
         fresh = folder / f"{grammar_id.hex()}.{os.getpid()}"
         try:
             fresh.write_bytes(_checksum(rest) + rest)
@@ -95,13 +93,8 @@ class Kept:
             self._complain(error)
 
     def _shrink(self, folder: Path) -> None:
-        looked = [(it, it.stat()) for it in folder.iterdir()]
-        total = sum(stat.st_size for _, stat in looked)
-        for file, stat in sorted(looked, key=lambda pair: pair[1].st_mtime_ns):
-            if total <= self._max_bytes:
-                return
-            file.unlink(missing_ok=True)
-            total -= stat.st_size
+        for grammar_id in self._list(folder)[: -self._most]:
+            (folder / grammar_id.hex()).unlink(missing_ok=True)
 
     def _complain(self, error: OSError) -> None:
         if not self._complained:

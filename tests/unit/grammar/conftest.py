@@ -33,4 +33,4 @@ def small():
     def compile_(kind, text):
         return compiler.compile_source(made, read_source(kind, text, SourceLimits()))
 
-    return SimpleNamespace(vocabulary=vocabulary, info=info, compile=compile_, words=vocabulary.words)
+    return SimpleNamespace(vocabulary=vocabulary, info=info, made=made, compile=compile_, words=vocabulary.words)
