@@ -266,7 +266,7 @@ async def test_flush_and_explain_ask_all_that_are_there(rig):
 
 async def test_gateways_of_one_port_tell_each_other_where_prompts_went(tmp_path):
     rigs = [Rig(), Rig()]
-    hub = Hub()
+    hub = Hub(2)
     await hub.start(tmp_path / "hub.sock")
     members = [await Member.join(SimpleNamespace(mesh=rig.fleet), str(tmp_path / "hub.sock")) for rig in rigs]
     try:
