@@ -26,6 +26,9 @@ NO_SERVICE = (
 BEFORE: Final = 1 << 40
 """Resubmitted requests were accepted by a scheduler before this one: they are served before what is new here."""
 
+SPARE_DEADLINES: Final = 256
+"""Of requests that have ended: so many may stay however few are live."""
+
 
 def submit(st: State, sub: Submit, call: int) -> SubmitReply | None:
     """Decide, remember the answer and act on it. None: `call` is answered later."""
@@ -159,11 +162,19 @@ def _accept(st: State, sub: Submit, choices: list[SubmitChoice]) -> None:
     if sub.attempt > 1 and not dumps_done(st):
         req.hold_until_ns = st.started_ns + st.limits.resume_wait_ms * MS
     st.requests[sub.request_id] = req
-    heapq.heappush(st.deadlines, (req.deadline_ns, req.arrival, sub.request_id))
+    _watch(st, req)
     for c in choices:
         _add_choice(st, req, c)
     _settle_table(st, req)
     adopt.claim(st, req)
+
+
+def _watch(st: State, req: Request) -> None:
+    """End it at its deadline. What has ended long before its own is swept out when it is most of what is watched."""
+    if len(st.deadlines) > 2 * len(st.requests) + SPARE_DEADLINES:
+        st.deadlines = [(it.deadline_ns, it.arrival, it.request_id) for it in st.requests.values()]
+        heapq.heapify(st.deadlines)
+    heapq.heappush(st.deadlines, (req.deadline_ns, req.arrival, req.request_id))
 
 
 def _names(st: State, sub: Submit) -> tuple[bytes, tuple[bytes, ...]]:
@@ -231,7 +242,7 @@ def _rebind(st: State, req: Request, sub: Submit, choices: list[SubmitChoice]) -
     req.attempt, req.attach_id, req.expire_ns = sub.attempt, sub.attach_id, 0
     req.gateway, req.gateway_boot = st.listeners[sub.attach_id].name, st.listeners[sub.attach_id].boot
     req.deadline_ns = st.now + sub.remaining_ms * MS
-    heapq.heappush(st.deadlines, (req.deadline_ns, req.arrival, req.request_id))
+    _watch(st, req)
     ours = {seq.choice: seq for seq in req.choices}
     for c in choices:
         if c.choice not in ours:

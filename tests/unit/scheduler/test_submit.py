@@ -6,7 +6,8 @@ import numpy as np
 
 from meshkit import frames as f
 from meshkit.frames import Verdict
-from meshkit.types import FinishReason
+from meshkit.types import FinishReason, GrammarKind, GrammarSource
+from scheduler_svc.core.submit import SPARE_DEADLINES
 from tests.unit.scheduler.mesh import Mesh
 
 
@@ -296,4 +297,17 @@ def test_penalties_carry_the_ids_they_read():
     m.submit(g, prompt=[5, 6, 7], max_tokens=4)
     m.run()
     assert [i.prompt for fr in w.log for i in fr.inits] == [(5, 6, 7), (), ()]
+    m.idle()
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up_and_those_of_living_ones_stay():
+    m, g = ready(grammar=True, grammar_wait_ms=10**9)
+    living = m.submit(g, grammar=GrammarSource(kind=GrammarKind.REGEX, text="a+"), remaining_ms=5_000)
+    for _ in range(2 * SPARE_DEADLINES):
+        m.submit(g, max_tokens=1)
+        m.run()
+        assert len(m.core.state.deadlines) <= SPARE_DEADLINES + 6
+    m.advance(6_000)
+    assert living.streams[0].error == "deadline"
+    m.answer()
     m.idle()
