@@ -118,15 +118,14 @@ class Grammars:
 
     async def preload(self) -> None:
         """Build what others of this place keep and this one has not tried yet; a standby does so repeatedly."""
-        for grammar_id in await self._kept.ids():
+        for grammar_id in await self._kept.changed():
             if grammar_id in self._entries or grammar_id in self._seen:
                 continue
             self._seen[grammar_id] = None
             while len(self._seen) > MAX_ALIASES:
                 self._seen.popitem(last=False)
-            if (found := await self._kept.get(grammar_id)) is None or found[0].grammar_id(
-                self.grammar_rev
-            ) != grammar_id:
+            found = await self._kept.get(grammar_id, used=False)
+            if found is None or found[0].grammar_id(self.grammar_rev) != grammar_id:
                 continue  # damaged, or of another revision
             try:
                 await self._take_in(grammar_id, *found)

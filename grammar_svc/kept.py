@@ -31,6 +31,7 @@ class Kept:
     def __init__(self, folder: Path | None, most: int = MOST) -> None:
         self._folder, self._most = folder, most
         self._complained = False
+        self._looked_ns = -1  # when the folder had last changed, at the last look
         if folder is not None:
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -40,18 +41,22 @@ class Kept:
                 self._complain(error)
                 self._folder = None
 
-    async def get(self, grammar_id: bytes) -> tuple[Source, Compiled] | None:
-        """What was compiled for this id, if it is still there whole."""
-        return None if self._folder is None else await asyncio.to_thread(self._read, self._folder, grammar_id)
+    async def get(self, grammar_id: bytes, *, used: bool = True) -> tuple[Source, Compiled] | None:
+        """What was compiled for this id, if it is still there whole. Only what is used stays longer for it."""
+        return None if self._folder is None else await asyncio.to_thread(self._read, self._folder, grammar_id, used)
 
     async def put(self, grammar_id: bytes, source: Source, made: Compiled) -> None:
         """Keep it."""
         if self._folder is not None:
             await asyncio.to_thread(self._write, self._folder, grammar_id, source, made)
 
-    async def ids(self) -> list[bytes]:
-        """Of all that is there, the longest unused first."""
-        return [] if self._folder is None else await asyncio.to_thread(self._list, self._folder)
+    async def changed(self) -> list[bytes]:
+        """Ids of all that is there, the longest unused first; none if no file has come or gone since the last call."""
+        with contextlib.suppress(OSError):
+            if self._folder is not None and (now := self._folder.stat().st_mtime_ns) != self._looked_ns:
+                self._looked_ns = now
+                return await asyncio.to_thread(self._list, self._folder)
+        return []
 
     def _list(self, folder: Path) -> list[bytes]:
         found = []
@@ -62,11 +67,12 @@ class Kept:
                         found.append((file.stat().st_mtime_ns, bytes.fromhex(file.name)))
         return [grammar_id for _, grammar_id in sorted(found)]
 
-    def _read(self, folder: Path, grammar_id: bytes) -> tuple[Source, Compiled] | None:
+    def _read(self, folder: Path, grammar_id: bytes, used: bool) -> tuple[Source, Compiled] | None:
         file = folder / grammar_id.hex()
         try:
             raw = file.read_bytes()
-            os.utime(file)
+            if used:
+                os.utime(file)
         except OSError:
             return None
         if len(raw) < HEAD.size:

@@ -93,7 +93,7 @@ class _Way:
 
     emitted: Sequence[int] = ()
     cuts: Sequence[int] = ()
-    companies: Sequence[int] = (0,) * 99
+    companies: Sequence[int] = (0,) * ANSWER
     resumed: bool = False
 
 

@@ -20,9 +20,10 @@ MADE = Compiled(1234, 56)
 async def test_what_was_kept_is_found_by_another_process(tmp_path: Path):
     await Kept(tmp_path / "k").put(ONE, SOURCE, MADE)
     other = Kept(tmp_path / "k")
-    assert await other.get(ONE) == (SOURCE, MADE) and await other.ids() == [ONE]
+    assert await other.get(ONE) == (SOURCE, MADE) and await other.changed() == [ONE]
     assert await other.get(TWO) is None
     assert (tmp_path / "k").stat().st_mode & 0o077 == 0
+    assert not await other.changed(), "nothing has come or gone"
 
 
 @pytest.mark.parametrize("keep", [0, 10, 31, 38, -1], ids=str)
@@ -40,6 +41,7 @@ async def test_the_longest_unused_goes_first(tmp_path: Path):
     for n, name in enumerate((ONE, TWO)):
         await kept.put(name, SOURCE, MADE)
         os.utime(tmp_path / name.hex(), (n, n))
+    assert await kept.get(TWO, used=False) is not None  # only looked at
     assert await kept.get(ONE) is not None  # used now
     await kept.put(THREE, SOURCE, MADE)
     assert [await kept.get(name) is not None for name in (ONE, TWO, THREE)] == [True, False, True]
