@@ -158,9 +158,12 @@ class Generation:
         deadline_s: float | None = None,
         tenant: str = "",
         traceparent: str = "",
-        on_close: Callable[[], None] = lambda: None,
+        on_close: Callable[["Generation"], None] = lambda _: None,
     ) -> None:
-        """`received_s` is the monotonic time at which the HTTP request came in; `tenant` as admission counts it."""
+        """`received_s` is the monotonic time at which the HTTP request came in; `tenant` as admission counts it.
+
+        `on_close` is handed this object and must not hold it: all of a request would be garbage for the collector.
+        """
         self.jobs = jobs
         self._mesh = mesh
         self._admission = admission
@@ -185,7 +188,7 @@ class Generation:
         try:
             self._admission.open(len(self.jobs), self._tenant)
         except ApiError:
-            self._on_close()
+            self._on_close(self)
             raise
         self._started = True
         return self
@@ -198,7 +201,7 @@ class Generation:
                 self._mesh.client_gone(job.request_id)
             self._give_back(job)
         self._settle()
-        self._on_close()
+        self._on_close(self)
 
     def start(self) -> None:
         """Hand every job to the mesh; a job that asks for no token is answered here."""

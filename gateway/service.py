@@ -235,16 +235,15 @@ class Gateway:
         self._open |= {job.request_id: tenant for job in jobs}
         caller.notes["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
         note_jobs(caller, jobs)
-        generation: Generation
 
-        def release() -> None:
+        def release(generation: Generation) -> None:
             note_answer(caller, generation)
             for job in jobs:
                 del self._open[job.request_id]
             for rid in rids:
                 del self._handles[tenant, rid]
 
-        generation = Generation(
+        return Generation(
             jobs,
             mesh=self.mesh,
             admission=self.admission,
@@ -256,7 +255,6 @@ class Gateway:
             traceparent=caller.traceparent,
             on_close=release,
         )
-        return generation
 
     async def abort_everywhere(self, tenant: str, rid: str) -> None:
         """In all processes of this port; an empty rid stands for all of the tenant's requests."""
