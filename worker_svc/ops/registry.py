@@ -76,9 +76,9 @@ PACKAGES: Mapping[str, Package] = {
 # With one backend there is nothing to pin: that is what the operation runs on a GPU, and on the CPU it is torch.
 OPS: Mapping[str, tuple[str, ...]] = {
     "fp8_gemm": ("deep_gemm", "triton", "torch"),
-    "bf16_gemm": ("torch", "deep_gemm", "triton"),  # torch: cuBLAS, for few rows skinny_gemm
+    "bf16_gemm": ("deep_gemm", "torch", "triton"),  # unpinned, the number of rows decides: see ops.bf16_gemm
     "experts": ("humming", "torch"),
-    "large_experts": ("humming", "nvrtc"),  # our own product runs when it is pinned
+    "large_experts": ("nvrtc", "humming"),  # steps of many tokens: our own product on humming's weights
     "sparse_attention": ("flash_mla", "triton", "torch"),
     "index_scores": ("deep_gemm", "triton", "torch"),
     "paged_attention": ("triton",),

@@ -47,7 +47,7 @@ def nano():
 @pytest.fixture
 def hopper(monkeypatch):
     """A Hopper machine with the packages in the returned set."""
-    there = {"triton", "deep_gemm", "humming", "flash_mla"}
+    there = {"triton", "deep_gemm", "humming", "flash_mla", "nvrtc"}
 
     def probe(name):
         return Capability(name, name in there, "1.0", "" if name in there else "not installed")
@@ -87,10 +87,10 @@ def test_every_operation_has_a_recipe_with_a_reason_among_its_backends():
 
 
 def test_the_mode_chooses_recipes_and_gives_the_table_back(hopper):
-    assert registry.backend("sparse_attention") == "flash_mla" and registry.backend("bf16_gemm") == "torch"
+    assert registry.backend("sparse_attention") == "flash_mla" and registry.backend("large_experts") == "nvrtc"
     with invariant.switched(True):
         assert invariant.on()
-        assert registry.backend("sparse_attention") == "triton" and registry.backend("bf16_gemm") == "deep_gemm"
+        assert registry.backend("sparse_attention") == "triton" and registry.backend("large_experts") == "humming"
     assert not invariant.on() and registry.backend("sparse_attention") == "flash_mla"
     hopper.discard("deep_gemm")
     invariant.switch(True)

@@ -2,7 +2,7 @@
 
 Its weights are repacked at load (lossless exponent folding, ranges chosen by the data); tiles come from its own
 heuristics for the GPU, with the exceptions measured in `_Product.tile`. Kernels compile once per tile, with NVRTC.
-`--kernel large_experts=nvrtc`: steps of many tokens run our own product (`wgmma`) on the same packed weights.
+Steps of many tokens run our own product (`wgmma`) on the same packed weights (`--kernel large_experts=humming`: not).
 """
 # mypy: disallow-untyped-calls=False
 
@@ -28,7 +28,7 @@ INDEXED = json.dumps({"gemm_type": "indexed"})
 INVARIANT = json.dumps({"gemm_type": "indexed", "use_batch_invariant": True})
 LARGE = "wgmma"
 MANY_ROWS = 32
-"""Rows of an expert, on average, from which our own product runs: a first form of it was faster from there on."""
+"""Rows of an expert, on average, from which our own product runs. On an H200 it is 0.8 x as fast at 24, 1.1 x at 48."""
 LAYOUT_ERROR = 2e-3
 
 log = logging.getLogger(__name__)
