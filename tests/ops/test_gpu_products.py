@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import worker_svc.ops.bf16_gemm as bf16_gemm_door
+from worker_svc.ops import registry
 from worker_svc.ops.bf16_gemm import bf16_gemm, bf16_gemm_parts
 from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
 from worker_svc.ops.quant_fp8 import dequantise, quantise, quantise_rows, quantise_weight, scale_value
@@ -49,6 +51,18 @@ def test_bf16_products_keep_fp32_sums():
     exact = (x.double() @ weight.double().t()).float()
     for product in (bf16_gemm, bf16_gemm_parts):
         assert torch.allclose(product(x, weight), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "chosen"),
+    [(1, 4096, "skinny"), (16, 4096, "skinny"), (17, 256, "torch"), (17, 2048, "deep_gemm"), (64, 129280, "deep_gemm")]
+    + [(65, 129280, "torch")],
+)
+def test_rows_decide_where_a_bf16_product_runs(monkeypatch, rows, outputs, chosen):
+    monkeypatch.setattr(registry, "backend", lambda op: "deep_gemm")
+    assert bf16_gemm_door._backend(rows, outputs) == chosen
+    monkeypatch.setattr(registry, "pinned", lambda op: "deep_gemm")
+    assert bf16_gemm_door._backend(rows, outputs) == "deep_gemm"
 
 
 def table(slots):

@@ -3,9 +3,11 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from worker_svc.gpu import ahead
+from worker_svc.ops import registry
 
 
 def test_products_are_tried_wherever_a_tile_of_64_rows_could_change():
@@ -41,3 +43,22 @@ def test_dense_products_are_tried_once_per_shape_at_the_rows_that_meet_them(monk
     monkeypatch.setattr(ahead, "bf16_gemm", lambda x, weight: met.append(len(x)))
     ahead.run_dense(weights.head, [16, 64, 32])
     assert met == [64, 32, 16]
+
+
+@pytest.mark.parametrize(("pinned", "rows"), [("deep_gemm", [16, 64, 128, 192]), ("", [16, 64])])
+def test_dense_products_compile_for_the_rows_that_the_library_gets(monkeypatch, pinned, rows):
+    monkeypatch.setattr(registry, "backend", lambda op: "deep_gemm" if op == "bf16_gemm" else "torch")
+    monkeypatch.setattr(registry, "pinned", lambda op: pinned)
+    monkeypatch.setattr(ahead, "product_rows", lambda most: [size for size in (16, 64, 128, 192) if size <= most])
+    met = []
+    monkeypatch.setattr(ahead, "run_dense", lambda weight, sizes: met.append(sizes))
+    experts = SimpleNamespace(prepare=lambda sizes, k: 0)
+    block = SimpleNamespace(
+        ffn=SimpleNamespace(gate=torch.empty(4, 8), experts=experts), attn=SimpleNamespace(states=torch.empty(4, 8))
+    )
+    weights = SimpleNamespace(head=torch.empty(4, 8), blocks=[block])
+    monkeypatch.setattr(ahead, "product_shapes", lambda weights: [])
+    model = SimpleNamespace(weights=weights, config=SimpleNamespace(num_experts_per_tok=2))
+    executor = SimpleNamespace(model=model, pools=SimpleNamespace(slots=192), buckets=[1])
+    ahead.compile_ahead(executor, 0, covered=True)
+    assert met == [rows] and rows[-1] == (192 if pinned else 64)

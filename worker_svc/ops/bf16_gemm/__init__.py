@@ -1,16 +1,19 @@
 """BF16 products with FP32 results: router, compressor projections, output head. Nothing is rounded after the sum.
 
-On a GPU cuBLAS, and our kernel for few rows; or, for all numbers of rows, the one that is pinned.
+On a GPU by the number of rows: our kernel for few, DeepGEMM for some rows of wide weights (cuBLAS splits K there, which
+costs a launch), else cuBLAS. A pin, or deterministic mode, takes one for all numbers of rows.
 """
 
 import torch
 from torch import Tensor
 
-from worker_svc.ops import registry
+from worker_svc.ops import invariant, registry
 from worker_svc.ops.bf16_gemm import ref
 
 SKINNY_ROWS = 16
-"""Up to so many rows our weight-streaming kernel runs; above, cuBLAS."""
+"""Up to so many rows our weight-streaming kernel runs."""
+DEEP_ROWS, DEEP_WIDTH = 64, 2048
+"""From there up to so many rows DeepGEMM runs products with weights of at least so many rows."""
 PARTS = 8
 """Pieces of K in `bf16_gemm_parts`: a narrow weight is read by that many times more programs."""
 
@@ -20,8 +23,8 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     if not x.is_cuda:
         return ref.bf16_gemm(x, weight)
-    chosen = registry.backend("bf16_gemm")
-    if chosen == "torch" and x.shape[0] > SKINNY_ROWS:
+    chosen = _backend(*x.shape[:1], *weight.shape[:1])
+    if chosen == "torch":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
     if chosen == "deep_gemm":
@@ -34,9 +37,25 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
     return bf16(x, weight, out, tiled=chosen == "triton")
 
 
+def _backend(rows: int, outputs: int) -> str:
+    """Of one product on a GPU; "skinny" for the kernel of few rows."""
+    chosen = registry.backend("bf16_gemm")
+    if not by_rows():
+        return "skinny" if chosen == "torch" and rows <= SKINNY_ROWS else chosen
+    if rows <= SKINNY_ROWS:
+        return "skinny"
+    deep = chosen == "deep_gemm" and rows <= DEEP_ROWS and outputs >= DEEP_WIDTH
+    return "deep_gemm" if deep else "torch"
+
+
+def by_rows() -> bool:
+    """True if the number of rows decides: neither pinned nor deterministic."""
+    return not registry.pinned("bf16_gemm") and not invariant.on()
+
+
 def bf16_gemm_parts(x: Tensor, weight: Tensor) -> Tensor:
     """As `bf16_gemm` for narrow weights: FP32 [T, N], or [parts, T, N] that the reader adds up."""
-    if not x.is_cuda or x.shape[0] > SKINNY_ROWS or registry.backend("bf16_gemm") != "torch":
+    if not x.is_cuda or _backend(*x.shape[:1], *weight.shape[:1]) != "skinny":
         return bf16_gemm(x, weight)
     from worker_svc.ops.skinny_gemm import bf16
 
