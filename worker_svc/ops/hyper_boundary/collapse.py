@@ -132,7 +132,7 @@ def mixing_weights(
     t = row
     if HEAD:
         t = tl.load(rows_ptr + row, mask=here, other=0)
-    parts = part_ptr + t.to(tl.int64) * LINE
+    parts = part_ptr + t.to(tl.int64)
     total = _column(parts, 32, here, num_tokens, PARTS)
     factor = tl.rsqrt(total * (1.0 / (4 * WIDTH)) + NORM_EPS)
     a = tl.load(scale_ptr) * factor
@@ -172,9 +172,9 @@ def mixing_weights(
 @triton.jit
 def _column(parts, column, here, num_tokens, PARTS: tl.constexpr):
     """One column's sum for a vector of tokens."""
-    total = tl.load(parts + column, mask=here, other=0.0)
+    total = tl.load(parts + column * num_tokens, mask=here, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * num_tokens * LINE + column, mask=here, other=0.0)
+        total += tl.load(parts + (part * LINE + column) * num_tokens, mask=here, other=0.0)
     return total
 
 

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from worker_svc.ops.triton_numbers import dot, pinned, to_bf16
 
-LINE = tl.constexpr(36)
-"""Floats that `mix_many` leaves per token and part: 32 mixer outputs, the sum of squares, padding to 16 bytes."""
+LINE = tl.constexpr(33)
+"""Floats that `mix_many` leaves per token and part: 32 mixer outputs, the sum of squares."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -120,7 +120,9 @@ def mix_many(
     CHANNELS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Program (i, p): TOKENS tokens, TILES * CHANNELS channels of all four streams. Partials: [part, token, LINE].
+    """Program (i, p): TOKENS tokens, TILES * CHANNELS channels of all four streams.
+
+    Partials are [part, LINE, token]: a warp of the next pass, with a token per thread, reads one piece of memory.
 
     The tokens' shares are loaded once: a store in the loop would make every later tile load them again.
     """
@@ -169,11 +171,12 @@ def mix_many(
         f2 = s2.to(tl.float32)
         f3 = s3.to(tl.float32)
         squares += f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3
-    line = part_ptr + (part * num_tokens + t64) * LINE
+    line = part_ptr + part * LINE * num_tokens + t64
     column = tl.arange(0, 32)
     total = tl.sum(tl.reshape(mixes, (TOKENS, 2, 32)), 1)
-    tl.store(line[:, None] + column[None, :], total, mask=here[:, None] & (column < OUTPUTS)[None, :])
-    tl.store(line + 32, tl.sum(squares, 1), mask=here)
+    place = line[:, None] + column[None, :] * num_tokens
+    tl.store(place, total, mask=here[:, None] & (column < OUTPUTS)[None, :])
+    tl.store(line + 32 * num_tokens, tl.sum(squares, 1), mask=here)
 
 
 @triton.jit
