@@ -1,9 +1,14 @@
-"""Kernels in deterministic mode, interpreted: right against torch, and a row's bits the same alone and among others."""
+"""Kernels in deterministic mode, interpreted: right against torch, and a row's bits the same alone and among others.
+
+What the interpreter cannot show is that a GPU would run one and the same program for decode and chunks: `Launch` says
+what a program would be compiled for.
+"""
 
 import pytest
 import torch
 
-from worker_svc.ops import invariant, kv_rows, sparse_attention
+from worker_svc.ops import compress_step, invariant, kv_rows, sparse_attention
+from worker_svc.ops.compress_step import IndexCompressor
 from worker_svc.ops.hyper_boundary import BoundaryRules, Workspace, prepare_mixer, ref
 from worker_svc.ops.quant_fp8 import quantise_rows, quantise_weight, scale_value
 from worker_svc.ops.sparse_attention import DecodePlan
@@ -12,6 +17,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("these tests run kernels on CPU tensors", allow_module_level=True)
 
+from worker_svc.ops.attention_output import triton as output
+from worker_svc.ops.compress_step import triton as compress
 from worker_svc.ops.hyper_boundary import triton as boundary
 from worker_svc.ops.skinny_gemm import triton as skinny
 from worker_svc.ops.sparse_attention import triton as attention
@@ -57,15 +64,15 @@ class Lists:
         attention.sparse_decode(self.q[some], self.window, *lists, self.sink, SCALE, out)
         return out
 
-    def chunk(self, *tokens, reach=True):
+    def chunk(self, *tokens, reach=True, fp8=True):
         """The same keys in one workspace, window first."""
         some, out = list(tokens), torch.full((len(tokens), 4, 512), torch.nan, dtype=torch.bfloat16)
         keys = torch.empty(576, 512, dtype=torch.bfloat16)
         kv_rows.gather_rows(self.window, torch.arange(256, dtype=torch.int32), keys[:256])
         kv_rows.gather_rows(self.entries, torch.arange(320, dtype=torch.int32), keys[256:])
-        index = torch.cat([self.near, self.far + 256 * (self.far >= 0)], 1)[some].contiguous()
+        index = torch.cat([self.near, self.far + 256 * (self.far >= 0)], 1)[some].int().contiguous()
         args = (self.q[some], keys, index, self.sink, SCALE, out)
-        attention.sparse_prefill(*args, 128 + self.far_len[some] if reach else None)
+        attention.sparse_prefill(*args, 128 + self.far_len[some] if reach else None, fp8=fp8)
         return out
 
 
@@ -80,6 +87,17 @@ def test_attention_reads_a_token_alike_in_decode_in_a_chunk_and_in_any_company()
     assert same(lists.decode(1), together[1:2])
     assert same(lists.chunk(2, 0), together[[2, 0]])
     assert same(lists.chunk(1, reach=False), together[1:2])
+    assert same(lists.chunk(2, fp8=False), together[2:3])  # other programs, but the interpreter adds alike
+
+
+def test_rows_read_from_fp8_are_exact_as_fp8_again():
+    values = drawn(130, 512) * torch.logspace(-6, 3, 130).unsqueeze(1)
+    values[5, :64] = torch.linspace(0, 223, 64)  # at most half of the largest code
+    pool, rows = kv_rows.allocate(130, "cpu"), torch.arange(130, dtype=torch.int32)
+    kv_rows.insert_rows(values, pool, rows)
+    read = kv_rows.gather_rows(pool, rows, torch.empty(130, 512, dtype=torch.bfloat16))
+    again = kv_rows.gather_rows(attention._fp8_pool(read), rows, torch.empty_like(read))
+    assert same(again, read) and read.float().abs().max() > 0
 
 
 def test_a_longer_list_that_holds_nothing_more_changes_nothing(monkeypatch):
@@ -147,3 +165,130 @@ def test_a_boundary_is_cut_alike_at_one_token_and_at_many():
         assert (a.float() - b.float()).norm() < 2e-3 * b.float().norm()
     for a, b in zip(run(torch.tensor([4]), boundary), got):
         assert same(a, b[4:])
+
+
+class Launch:
+    """Stands in for a kernel: `programs` are what its launches would be compiled for."""
+
+    def __init__(self, kernel):
+        self.kernel, self.programs = kernel, []
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **options):
+        apart = self.kernel.kwargs.get("do_not_specialize") or ()
+        named = dict(zip(self.kernel.arg_names, args))
+        self.programs.append([(name, self.kind(name, value, name not in apart)) for name, value in named.items()])
+        self.programs[-1] += sorted(options.items())
+
+    def kind(self, name, value, special):
+        """As the compiler sees an argument: its type, and if it is 1 or a multiple of 16."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, special and value.data_ptr() % 16 == 0
+        if isinstance(value, float):
+            return "fp32", False
+        wide = name in self.kernel.fn.__annotations__ or abs(value) >= 1 << 31
+        return wide, special and ("one" if value == 1 else value % 16 == 0)
+
+
+def misaligned(*columns):
+    """int32 columns at places that are no multiple of 16 bytes."""
+    found = []
+    for column in columns:
+        place = torch.empty(len(column) + 1, dtype=torch.int32)[1:]
+        found.append(place.copy_(column))
+    return found
+
+
+class Windows:
+    """Two windows of a compressor, closed by their last tokens: the first of a sequence, and a later one."""
+
+    def __init__(self, ratio):
+        self.ratio, self.span = ratio, 8 if ratio == 4 else 128
+        width = compress_step.state_width(ratio)
+        self.raw, self.ape = drawn(2, self.span, width + 4), drawn(ratio, width, seed=1)
+        for first, size in ((0, 1024), (2048, 256)) if ratio == 4 else ((0, 512),):
+            self.ape[:, first : first + size] = 0  # of keys and values
+        self.norm, self.turns = drawn(512, seed=2), drawn(512, 32, 2, seed=3)
+        self.at = (torch.tensor([[ratio - 1], [383]]) + torch.arange(1 - self.span, 1)).int()
+        self.pool = kv_rows.allocate(2, "cpu")
+        pool = kv_rows.allocate_index(2, "cpu")
+        self.index = IndexCompressor(norm=drawn(128, seed=4), pool=pool) if ratio == 4 else None
+
+    def states(self, kept):
+        """Rings that hold the positions of `kept` bool [2, span]."""
+        states = torch.full((2, self.span, self.ape.shape[1]), torch.nan)
+        for row, place in kept.nonzero().tolist():
+            at = int(self.at[row, place])
+            states[row, at % self.span] = self.raw[row, place, : states.shape[2]] + self.ape[at % self.ratio]
+        return states.flatten(0, 1)
+
+    def run(self, chunk):
+        exists, place = self.at >= 0, torch.arange(self.span).expand(2, -1)
+        own = exists & (place >= 3) if chunk else place == self.span - 1
+        states = self.states(exists & ~own)
+        taken, slots = own.nonzero(), own.nonzero()[:, 0].int()
+        first = torch.tensor([int((taken[:, 0] < row).sum()) for row in range(2)], dtype=torch.int32)[slots.long()]
+        write = torch.where(place[own] == self.span - 1, slots, -1)
+        columns = [self.at[own], slots, first, write, self.at[slots.long(), -1]]
+        at, slots, first, write, last = misaligned(*columns) if chunk else columns
+        self.pool.zero_()
+        args = (self.raw[own].contiguous(), self.ape, self.norm, self.turns, at, slots, first, states, write, self.pool)
+        rules = {"ratio": self.ratio, "ring": self.span, "eps": 1e-6, "index": self.index}
+        if chunk:
+            compress.compress_chunk(*args, last, **rules)
+        else:
+            compress.compress_step(*args, **rules)
+        found = [self.pool.clone(), states]
+        return found if self.index is None else [*found, self.index.pool.clone()]
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_an_entry_is_made_and_states_are_kept_alike_in_decode_and_in_a_chunk(ratio):
+    windows = Windows(ratio)
+    decode, chunk = windows.run(chunk=False), windows.run(chunk=True)
+    assert all(same(a, b) for a, b in zip(decode, chunk, strict=True))
+    assert decode[0].any() and (decode[1].isfinite().sum() > 0)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_decode_and_chunks_launch_one_and_the_same_compressor(ratio, monkeypatch):
+    def programs(on):
+        for name in ("_compress", "_keep_states"):
+            monkeypatch.setattr(compress, name, Launch(getattr(compress, name)))
+        with invariant.switched(on):
+            windows = Windows(ratio)
+            windows.run(chunk=False), windows.run(chunk=True)
+        found = compress._compress.programs, compress._keep_states.programs
+        monkeypatch.undo()
+        return found
+
+    (decode, chunk), kept = programs(True)
+    assert decode == chunk and len(kept) == 2
+    (decode, chunk), kept = programs(False)
+    assert decode != chunk and len(kept) == 1, "else the test sees nothing"
+
+
+def test_decode_and_chunks_launch_one_and_the_same_attention(monkeypatch):
+    """Lists of another width, pools far from one another, and more splits make no other program."""
+    lists, launch = Lists(far=64), Launch(attention._attend_rows)
+    monkeypatch.setattr(attention, "_attend_rows", launch)
+    lists.decode(0, 1)
+    lists.far = torch.nn.functional.pad(lists.far, (0, 384), value=-1).int()
+    lists.decode(2)
+    lists.chunk(0, 1, 2)
+    decode, longer, chunk = launch.programs
+    assert decode == longer == chunk
+    lists.chunk(0, fp8=False)
+    assert launch.programs[-1] != chunk, "else the test sees nothing"
+
+
+def test_an_output_is_turned_by_one_program_however_many_tokens(monkeypatch):
+    launch = Launch(output._turn_and_quantise)
+    monkeypatch.setattr(output, "_turn_and_quantise", launch)
+    scale = torch.empty(1, 2, 8)
+    for tokens in (1, output.MANY_TOKENS):
+        o = torch.empty(1, 4, 512).expand(tokens, -1, -1)
+        output.attention_output(o, torch.empty(1, 32, 2), torch.empty(1), torch.empty(tokens, 2, 1024), scale)
+    assert launch.programs[0] == launch.programs[1]

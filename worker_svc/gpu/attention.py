@@ -5,6 +5,8 @@ workspace. Order matters: the ring's old rows are gathered before new ones overw
 closes are written before its queries read.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,15 @@ from worker_svc.ops.bf16_gemm import bf16_gemm
 from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step
 from worker_svc.ops.fp8_gemm import Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
 from worker_svc.ops.index_scores import paged_scores, ragged_scores
-from worker_svc.ops.kv_rows import HEAD_DIM, INDEX_DIM, gather_index_rows, gather_rows, insert_rows
+from worker_svc.ops.kv_rows import (
+    FP8_PAGE_BYTES,
+    HEAD_DIM,
+    INDEX_DIM,
+    KERNEL_PAGE,
+    gather_index_rows,
+    gather_rows,
+    insert_rows,
+)
 from worker_svc.ops.latent_rows import latent_rows
 from worker_svc.ops.paged_attention import paged_attention
 from worker_svc.ops.quant_fp8 import quantise_rows
@@ -54,13 +64,13 @@ class Attention:
             raw = self._states(y, step, pools)
         qkv = fp8_gemm(x, w.inputs)
         latent = Fp8Rows.empty(y.shape[0], self.q_lora, y.device)
-        workspace = self._old_window(step, pools) if isinstance(step, ChunkStep) else None
+        workspace, own_rows = self._workspace(step, pools)
         latent_rows(
             *(qkv, w.q_norm, w.kv_norm, self.turns, step.positions, step.lists.window_write, pools.window),
             *(latent.codes, latent.scale),
             eps=self.eps,
             workspace=workspace,
-            workspace_rows=step.own_rows if isinstance(step, ChunkStep) else None,
+            workspace_rows=own_rows,
         )
         heads = fp8_gemm(latent, w.wq_b)  # [T, H * 512 (+ index heads * 128)]
         self.overlap.join()
@@ -153,6 +163,16 @@ class Attention:
 
     # Chunks: keys are rows of a workspace
 
+    def _workspace(self, step: DecodeStep | ChunkStep, pools: LayerPools) -> tuple[Tensor | None, Tensor | None]:
+        """Where the tokens' own keys go beside the pool, and their rows there. In deterministic mode decode has one
+        too, which nobody reads: its latents come from the program that makes those of chunks."""
+        if isinstance(step, ChunkStep):
+            return self._old_window(step, pools), step.own_rows
+        if not invariant.on():
+            return None, None
+        every = step.lists.every
+        return torch.empty(len(every), HEAD_DIM, dtype=torch.bfloat16, device=every.device), every
+
     def _old_window(self, step: ChunkStep, pools: LayerPools) -> Tensor:
         """The workspace [rows, 512], its old window rows filled: before the chunk's own rows overwrite the ring."""
         workspace = torch.empty(step.workspace_rows, HEAD_DIM, dtype=torch.bfloat16, device=step.ids.device)
@@ -185,29 +205,49 @@ class Attention:
         reach = lists.c4_reach if self.ratio == 4 else None
         if self.ratio == 128 and invariant.on():
             reach = lists.c128_len  # the library is no faster for it, our kernel is
-        return chunk_attention(q, workspace, keys, self.weights.sink, self.scale, reach)
+        fp8 = pools.window.shape[1] == FP8_PAGE_BYTES
+        return chunk_attention(q, workspace, keys, self.weights.sink, self.scale, reach, fp8=fp8)
 
     def _select_workspace(self, index: IndexQuery, step: ChunkStep, pools: LayerPools, area: EntryArea) -> None:
         """Fill the C4 lists behind the window with the chosen entries, some queries at a time."""
-        assert pools.index_keys is not None
-        count, device = len(area.pool_rows), index.codes.device
-        keys = torch.empty(count, INDEX_DIM, dtype=torch.float8_e4m3fn, device=device)
-        scale = torch.empty(count, device=device)
-        gather_index_rows(pools.index_keys, area.pool_rows, keys, scale)
+        scored = self._scorer(index, step, pools, area)
         visible, lists = step.lists.c4_len, step.lists
-        last = area.key_first + visible
-        window, group = lists.window_index.shape[1], max(64, SCORE_BYTES // (4 * max(1, area.most)))
+        window, group = lists.window_index.shape[1], max(64, SCORE_BYTES // (4 * max(1, area.most)) // 64 * 64)
         group = min(group, SCORE_QUERIES)
         for first in range(0, len(visible), group):
             part = slice(first, first + group)
             most = int(step.visible[part].max())
             if most <= self.config.index_topk:
                 continue  # these read every entry, and their lists say so already
-            scores = ragged_scores(
-                *(index.codes[part], index.folded[part], keys, scale, area.key_first[part], last[part], most)
-            )
+            scores = scored(part, most)
             chosen = lists.c4_index[part, window : window + self.config.index_topk]
             top_entries(scores[:, :most], visible[part], area.base[part], chosen)
+
+    def _scorer(
+        self, index: IndexQuery, step: ChunkStep, pools: LayerPools, area: EntryArea
+    ) -> Callable[[slice, int], Tensor]:
+        """(tokens, the most entries that one of them sees) -> their scores FP32 [n, that many or more].
+
+        Keys are gathered once; in deterministic mode they are read where they lie, by decode's program."""
+        assert pools.index_keys is not None
+        paged, visible, codes, folded = pools.index_keys, step.lists.c4_len, index.codes, index.folded
+        if invariant.on():
+
+            def read(part: slice, most: int) -> Tensor:
+                at = (paged, step.tables.pages, step.slots[part], visible[part], -(-most // KERNEL_PAGE) * KERNEL_PAGE)
+                return paged_scores(codes[part], folded[part], *at)
+
+            return read
+        keys = torch.empty(len(area.pool_rows), INDEX_DIM, dtype=torch.float8_e4m3fn, device=codes.device)
+        scale = torch.empty(len(keys), device=codes.device)
+        gather_index_rows(paged, area.pool_rows, keys, scale)
+        last = area.key_first + visible
+
+        def gathered(part: slice, most: int) -> Tensor:
+            at = (keys, scale, area.key_first[part], last[part], most)
+            return ragged_scores(codes[part], folded[part], *at)
+
+        return gathered
 
     def _save_states(self, raw: Tensor, step: ChunkStep, pools: LayerPools) -> None:
         """C4 states before page boundaries into tails, with ape as the ring has it."""

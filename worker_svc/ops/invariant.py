@@ -3,7 +3,8 @@
 Per operation, in order, the backends whose sums cannot follow the batch, with the reason. `switch` makes the registry
 choose among them and the operations leave out what follows the number of rows (products for few rows, splits that
 fill the chip). That a reason holds on a given GPU is measured: `worker_svc.gpu.self_check`. Decode and chunk steps
-share one program per operation, so a sequence that is computed again from its tokens gets its bits again.
+share one program per operation, compiled for the same kinds of arguments (a program for rows of another format may add
+the same numbers in another order), so a sequence that is computed again from its tokens gets its bits again.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ RECIPES: Mapping[str, tuple[Recipe, ...]] = {
     ),
     "experts": (Recipe("humming", "use_batch_invariant: no stream-K, no K split over warps, one K step at all sizes"),),
     "large_experts": (Recipe("humming", "large steps run the product of the small ones"),),
-    "sparse_attention": _triton("64 keys at a time, 256 to a split, splits joined in order; decode and chunks alike"),
-    "index_scores": _triton("a query meets 64 keys by itself, paged or gathered"),
+    "sparse_attention": _triton(
+        "64 keys at a time, 256 to a split, splits joined in order; FP8 rows in decode and chunks"
+    ),
+    "index_scores": _triton("a query meets 64 keys by itself, in pages, in chunks too"),
     "paged_attention": _triton("not run: it rounds once less than chunks do; sparse_attention runs in its place"),
     "top_entries": _triton("exact selection, lowest entry first among equals"),
-    "latent_rows": _triton(_TOKEN),
+    "latent_rows": _triton(f"{_TOKEN}; decode has a workspace like chunks"),
     "query_heads": _triton("four heads of one token to a program, the indexer's always in a launch of their own"),
-    "compress_step": _triton("a closed entry is made by one program from its window, out of ring or batch alike"),
-    "attention_output": _triton(_NO_SUMS),
+    "compress_step": _triton("an entry is made by one program from its window, out of ring or batch; states after it"),
+    "attention_output": _triton("four heads of one token to a program, however many tokens"),
     "kv_rows": _triton(_NO_SUMS),
     "step_lists": _triton(_NO_SUMS),
     "slot_step": _triton(_NO_SUMS),

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops import invariant
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
 HEADS, MANY_HEADS, MANY_TOKENS = 4, 16, 4096
-"""Heads of a program, and of one where there are many tokens."""
+"""Heads of a program, and of one where there are many tokens. Deterministic mode has one program for all."""
 
 
 @triton.jit(do_not_specialize=["scale_column"])
@@ -55,7 +56,7 @@ def _turn_and_quantise(
 def attention_output(o: Tensor, turns: Tensor, positions: Tensor, codes: Tensor, scale: Tensor) -> None:
     """See the door."""
     tokens, heads = o.shape[:2]
-    tile = HEADS if tokens < MANY_TOKENS else MANY_HEADS
+    tile = HEADS if tokens < MANY_TOKENS or invariant.on() else MANY_HEADS
     _turn_and_quantise[(tokens, triton.cdiv(heads, tile))](
         o, turns, positions, codes, scale, *scale.stride(), heads, heads // codes.shape[1], HEADS=tile, num_warps=4
     )

@@ -4,6 +4,8 @@ Most programs only add ape and store 2 to 8 KB. An emitting one reads the window
 from the batch where the batch has them, else from the ring, so that it never waits for another program's store; that
 is why a ring must have room for a window and all tokens of a row. C128 reads 512 KB in an online softmax: rare enough
 (one token in 128) that its latency does not show on average.
+
+In deterministic mode (`ops.invariant`) decode and chunks launch one and the same program: entries first, then states.
 """
 
 # ruff: noqa: ANN001, ANN202, N803
@@ -18,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops import invariant
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import PAGE, codes_of, inverse, store_row, turn_pairs
@@ -163,7 +166,8 @@ def _keep_own(
             _keep(source, bias, target, 2048, 512, COPY)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+# Columns of a step lie anywhere in what was sent for it: where they do must not make another program of this one.
+@triton.jit(do_not_specialize=["positions", "slots", "first_token", "write_rows", "tokens"])
 def _compress(
     raw, raw_stride, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, page_bytes,
     index_norm, index_pool, index_page_bytes, ring, tokens, eps,
@@ -224,11 +228,36 @@ def compress_step(
     ring: int,
     eps: float,
     index: IndexCompressor | None,
-    keep: bool = True,
 ) -> None:
-    """See the door; without `keep` the ring is only read, and programs take a window's worth of tokens each."""
+    """See the door. In deterministic mode as a chunk, of which every token is the last: all states are kept."""
+    args = (raw, ape, norm, turns, positions, slots, first_token, states, write_rows, pool)
+    if invariant.on():
+        compress_chunk(*args, positions, ratio=ratio, ring=ring, eps=eps, index=index)
+    else:
+        _launch(*args, ratio=ratio, ring=ring, eps=eps, index=index, keep=True, group=1)
+
+
+def _launch(
+    raw: Tensor,
+    ape: Tensor,
+    norm: Tensor,
+    turns: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    first_token: Tensor,
+    states: Tensor,
+    write_rows: Tensor,
+    pool: Tensor,
+    *,
+    ratio: int,
+    ring: int,
+    eps: float,
+    index: IndexCompressor | None,
+    keep: bool,
+    group: int,
+) -> None:
+    """Programs of `group` tokens each; without `keep` the ring is only read."""
     tokens = positions.shape[0]
-    group = 1 if keep else min(ratio, CHUNK_GROUP)
     _compress[(triton.cdiv(tokens, group), 2 if ratio == 4 else 1)](
         raw, raw.stride(0), ape, norm, turns, positions, slots, first_token, states, write_rows, pool, pool.stride(0),
         norm if index is None else index.norm,
@@ -258,9 +287,10 @@ def compress_chunk(
     eps: float,
     index: IndexCompressor | None,
 ) -> None:
-    """See the door."""
+    """See the door; programs take a window's worth of tokens each, in deterministic mode one as in decode."""
     args = (raw, ape, norm, turns, positions, slots, first_token, states, write_rows, pool)
-    compress_step(*args, ratio=ratio, ring=ring, eps=eps, index=index, keep=False)
+    group = 1 if invariant.on() else min(ratio, CHUNK_GROUP)
+    _launch(*args, ratio=ratio, ring=ring, eps=eps, index=index, keep=False, group=group)
     _keep_states[(positions.shape[0],)](
         raw, raw.stride(0), ape, positions, slots, last_position, states, ring,
         RATIO=ratio, WIDTH=states.shape[1], COPY=COPY, num_warps=4,

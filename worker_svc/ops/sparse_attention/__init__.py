@@ -103,11 +103,19 @@ def decode_attention(
 
 
 def chunk_attention(
-    q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, reach: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    index: Tensor,
+    sink: Tensor,
+    scale: float,
+    reach: Tensor | None = None,
+    *,
+    fp8: bool = False,
 ) -> Tensor:
     """q BF16 [T, H, 512], keys BF16 [S, 512], index int32 [T, k] of rows of `keys`, -1 = none -> BF16 [T, H, 512].
 
-    reach int32 [T]: from there on a list is -1 only; kernels that can skip the rest.
+    reach int32 [T]: from there on a list is -1 only; kernels that can skip the rest. fp8: the keys are what FP8 rows
+    read back as, and decode reads FP8 rows; deterministic mode then does so here.
     """
     assert q.shape[0] == index.shape[0] and index.shape[1] % 128 == 0, (q.shape, index.shape)
     assert reach is None or (reach.dtype == torch.int32 and reach.shape == index.shape[:1]), "reach int32 [T]"
@@ -121,5 +129,5 @@ def chunk_attention(
     from worker_svc.ops.sparse_attention import triton
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    triton.sparse_prefill(q, keys, index, sink, scale, out, reach)
+    triton.sparse_prefill(q, keys, index, sink, scale, out, reach, fp8=fp8)
     return out

@@ -6,7 +6,8 @@ BF16 queries work as well. The joining pass adds the sink; it can also turn the 
 a launch and a trip through memory.
 
 In deterministic mode (`ops.invariant`) a split is always SHARE tiles of a token's keys, and splits are joined one after
-the other: what a token reads decides alone how it is added up, in decode and in chunks.
+the other: what a token reads decides alone how it is added up, in decode and in chunks. Chunks read FP8 rows there, as
+decode does: a program for BF16 rows has its products laid out otherwise, and adds them up in another order.
 """
 
 # ruff: noqa: ANN001, ANN202, N803
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker_svc.ops import invariant
+from worker_svc.ops import invariant, kv_rows
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
@@ -109,10 +110,10 @@ def _store_part(target, head, heads, o, factor, FIRST: tl.constexpr, WIDTH: tl.c
     tl.store(place, (o * factor[:, None]).to(tl.float16), mask=(head < heads)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend_rows(
     q, q_stride, heads, window, page_bytes, window_rows, window_stride, window_len,
-    entries_after, entry_rows, entry_stride, entry_len, part, lse, factor, splits,
+    entries_after: tl.int64, entry_rows, entry_stride, entry_len, part, lse, factor, splits,
     FP8: tl.constexpr, FP16: tl.constexpr, ENTRIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
     SHARE: tl.constexpr,
 ):  # fmt: skip
@@ -423,22 +424,33 @@ def sparse_decode(
 
 
 def sparse_prefill(
-    q: Tensor, keys: Tensor, index: Tensor, sink: Tensor, scale: float, out: Tensor, reach: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    index: Tensor,
+    sink: Tensor,
+    scale: float,
+    out: Tensor,
+    reach: Tensor | None = None,
+    *,
+    fp8: bool = False,
 ) -> None:
     """See `chunk_attention` of the door. A BF16 matrix of rows is a pool of BF16 pages as it stands.
 
-    In deterministic mode the first 128 of a list are a window's, as in decode."""
+    In deterministic mode the first 128 of a list are a window's, and the pool has decode's format."""
     assert keys.is_contiguous() and keys.dtype == torch.bfloat16, (keys.dtype, keys.stride())
     pool = keys.view(torch.uint8)
     if invariant.on():
-        window = WINDOW.value
+        window, page_bytes = WINDOW.value, BF16_PAGE_BYTES
+        if fp8:
+            pool = _fp8_pool(keys)
+            page_bytes = pool.stride(0)
         length = torch.full((q.shape[0],), window, dtype=torch.int32, device=q.device)
-        near, far = (pool, BF16_PAGE_BYTES, index[:, :window], length), None
+        near, far = (pool, page_bytes, index[:, :window], length), None
         if index.shape[1] > window:
             most = index.shape[1] - window
             behind = torch.full_like(length, most) if reach is None else (reach - window).clamp(min=0, max=most)
             far = (pool, index[:, window:], behind)
-        _in_order(q, near, far, sink, scale, out, fp8=False)
+        _in_order(q, near, far, sink, scale, out, fp8=fp8)
         return
     length = torch.full((q.shape[0],), index.shape[1], dtype=torch.int32, device=q.device)
     near = (pool, BF16_PAGE_BYTES, index, length)
@@ -446,3 +458,11 @@ def sparse_prefill(
     splits = num_splits(q.shape[0], q.shape[1], index.shape[1], tile)
     part, lse = _launch(q, near, None, scale, splits, tile, fp8=False)
     join(part, lse, sink, out)
+
+
+def _fp8_pool(keys: Tensor) -> Tensor:
+    """Rows that were read from FP8 rows, as FP8 rows again: exact, for their scale is the old one, or half of it where
+    all codes are at most half the format's largest."""
+    pool = kv_rows.allocate(len(keys), keys.device)
+    kv_rows.insert_rows(keys, pool, torch.arange(len(keys), dtype=torch.int32, device=keys.device))
+    return pool
