@@ -1,13 +1,13 @@
 """Whether an operation gives a row the same bits alone, in any company, run after run, and in decode as in a chunk.
 
-A `Case` computes any of its rows in one call; `examine` runs chosen rows alone, then again and among others, and
-compares bytes. Memory that is handed out next holds NaN, so that what a call leaves unwritten shows. What the cases
-are is in `invariance_cases`; nothing here knows of operations.
+A `Case` computes any of its rows in one call; `examine` runs all of them together, some, chosen ones alone, all of
+them as chunks, and compares bytes. Memory that is handed out next holds NaN, so that what a call leaves unwritten
+shows. What the cases are is in `invariance_cases`; nothing here knows of operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,30 +78,39 @@ class _Difference:
 
 
 def examine(case: Case, device: torch.device, sizes: Iterable[int], seed: int = 0) -> Finding:
-    """Run the case at these batch sizes, as far as it has rows for them."""
+    """Run the case at these batch sizes, as far as it has rows for them.
+
+    What all rows come to together is what everything else is held against, each of its rows: fewer rows, chosen ones
+    alone, and chunks.
+    """
     draw = torch.Generator().manual_seed(seed)
     watched = torch.randperm(case.rows, generator=draw)[: min(WATCHED, case.most)]
     seen, largest = _Difference(), min(case.rows, case.most)
-    alone = [_run(case.make, watched[i : i + 1], device) for i in range(len(watched))]
     everybody = _company(watched, case.rows, largest, draw)
+    together = _run(case.make, everybody, device)
+    place = torch.full((case.rows,), -1)
+    place[everybody] = torch.arange(largest)
+
+    def as_together(make: Maker, rows: Tensor, where: str) -> bool:
+        met = place[rows] >= 0
+        numbers = place[rows][met].to(device)
+        found = tuple(output[met.to(device)] for output in _run(make, rows, device))
+        return seen.same(found, tuple(output[numbers] for output in together), where)
+
     repeats = all(
         seen.same(_run(case.make, rows, device), first, f"run again with {len(rows)} rows")
-        for rows in (watched[:1], everybody)
-        for first in [_run(case.make, rows, device)]
+        for rows, first in ((watched[:1], _run(case.make, watched[:1], device)), (everybody, together))
         for _ in range(REPEATS - 1)
     )
     invariant = all(
-        seen.same(_of(found, int((rows == row).nonzero())), alone[number], f"among {len(rows)} rows")
-        for size in sorted({size for size in sizes if 1 < size <= largest} | {largest})
-        for rows in [_company(watched, case.rows, size, draw)]
-        for found in [_run(case.make, rows, device)]
-        for number, row in enumerate(watched.tolist())
-        if row in rows
+        as_together(case.make, watched[i : i + 1], f"among {largest} rows") for i in range(len(watched))
+    ) and all(
+        as_together(case.make, _company(watched, case.rows, size, draw), f"among {size} rows")
+        for size in sorted({size for size in sizes if 1 < size < largest})
     )
     chunk = None
     if case.chunk is not None:
-        chunks = _run(case.chunk, watched, device)
-        chunk = all(seen.same(_of(chunks, n), alone[n], "in a chunk") for n in range(len(watched)))
+        chunk = all(as_together(case.chunk, rows, f"in a chunk of {len(rows)}") for rows in (watched, everybody))
     return Finding(
         op=case.op,
         name=case.name,
@@ -132,10 +141,6 @@ def poison(device: torch.device) -> None:
     if device.type == "cuda":
         for size in (POISON_BYTES, POISON_BYTES >> 6, POISON_BYTES >> 12):
             torch.full((size,), 255, dtype=torch.uint8, device=device)
-
-
-def _of(outputs: Sequence[Tensor], place: int) -> Outputs:
-    return tuple(output[place : place + 1] for output in outputs)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

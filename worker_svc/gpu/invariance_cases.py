@@ -1,6 +1,7 @@
 """The operations of the forward as cases of `invariance`: random rows against a model's own weights and shapes.
 
-What sorts or selects a whole batch (expert_sort) has no rows of its own and is seen through what uses it.
+What sorts or selects a whole batch (expert_sort) has no rows of its own and is seen through what uses it. Where decode
+and chunks call an operation differently, so do a case's two forms: lists as wide, keys and states where they lie.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from worker_svc.gpu.invariance import Call, Case, Outputs
 from worker_svc.gpu.step import JOINED_ROWS
 from worker_svc.gpu.weights import AttentionWeights, BlockWeights, ModelWeights, MoeWeights
 from worker_svc.model.rope import RopeTable, frequencies
-from worker_svc.ops import kv_rows, skinny_gemm
+from worker_svc.ops import invariant, kv_rows, skinny_gemm
 from worker_svc.ops.attention_output import attention_output
 from worker_svc.ops.bf16_gemm import bf16_gemm, bf16_gemm_parts
 from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step, state_width
@@ -42,14 +43,21 @@ from worker_svc.ops.slot_step import FIELDS, Field, StepRows, begin_step
 from worker_svc.ops.sparse_attention import chunk_attention, decode_attention, decode_plans
 from worker_svc.ops.step_lists import WINDOW, DecodeLists, decode_lists
 from worker_svc.ops.swiglu_experts import Hidden, middle
-from worker_svc.ops.top_entries import top_rows
+from worker_svc.ops.top_entries import top_entries, top_rows
 from worker_svc.ops.topk_gate import select
 
 POSITIONS = 4096
 ENTRIES = 640
 """Index entries that a query may score: more than most models choose."""
-CLOSING = 255
-"""A position that closes an entry of either kind."""
+WIDE = 8192
+"""Columns of decode's scores, which a selection cuts into tiles; a chunk's are as many as its longest row sees."""
+C128_ENTRIES = 320
+"""Of a list: in decode in blocks of 64, in a chunk in blocks of 128."""
+
+
+def _closings(ratio: int) -> tuple[int, ...]:
+    """Positions that close an entry: a sequence's first, its second, and later ones."""
+    return ratio - 1, 2 * ratio - 1, 255, 1023, POSITIONS - 1
 
 
 class Cases:
@@ -317,7 +325,8 @@ class Cases:
     def _rows_of_attention(self, attn: AttentionWeights) -> Iterator[Case]:
         c, at = self.config, self._ints(0, POSITIONS, self.rows)
         qkv = self._bf16(self.rows, c.q_lora_rank + HEAD_DIM)
-        yield self._case("latent_rows", "latent and key", partial(self._latent, attn, qkv, at))
+        latent = (partial(self._latent, attn, qkv, at, chunk) for chunk in (False, True))
+        yield self._case("latent_rows", "latent and key", next(latent), chunk=next(latent))
         index = c.index_n_heads * INDEX_DIM if attn.ratio == 4 else 0
         heads = self._bf16(self.rows, c.num_attention_heads * HEAD_DIM + index)
         share = self._normal(self.rows, c.index_n_heads)
@@ -326,21 +335,22 @@ class Cases:
         yield self._case("attention_output", "turned", partial(self._turned, outputs, groups, at))
         yield self._case("kv_rows", "written and read", partial(self._stored, self._bf16(self.rows, HEAD_DIM)))
 
-    def _latent(self, attn: AttentionWeights, qkv: Tensor, at: Tensor, rows: Tensor) -> Call:
+    def _latent(self, attn: AttentionWeights, qkv: Tensor, at: Tensor, chunk: bool, rows: Tensor) -> Call:
         some, positions, every = qkv[rows], at[rows], self._numbers(len(rows))
         pool = kv_rows.allocate(len(rows), self.device)
 
         def call() -> Outputs:
             x = Fp8Rows.empty(len(rows), self.config.q_lora_rank, self.device)
             space = torch.empty(len(rows), HEAD_DIM, dtype=torch.bfloat16, device=self.device)
+            beside = chunk or invariant.on()  # as `gpu.attention` asks for it
             latent_rows(
                 *(some, attn.q_norm, attn.kv_norm, self.turns, positions, every, pool, x.codes, x.scale),
                 eps=self.config.rms_norm_eps,
-                workspace=space,
-                workspace_rows=every,
+                workspace=space if beside else None,
+                workspace_rows=every if beside else None,
             )
-            stored = torch.empty_like(space)
-            return x.codes, x.scale, space, kv_rows.gather_rows(pool, every, stored)
+            stored = kv_rows.gather_rows(pool, every, torch.empty_like(space))
+            return x.codes, x.scale, stored, space if chunk else stored
 
         return call
 
@@ -416,17 +426,21 @@ class Cases:
     def _chunk(self, keys: _Keys, attn: AttentionWeights, rows: Tensor) -> Call:
         q, index, reach = keys.q[rows], keys.index[rows], keys.reach[rows]
         return lambda: (
-            chunk_attention(q, keys.workspace, index, attn.sink, HEAD_DIM**-0.5, reach if keys.ratio else None),
+            chunk_attention(
+                q, keys.workspace, index, attn.sink, HEAD_DIM**-0.5, reach if keys.ratio else None, fp8=True
+            ),
         )
 
     # Compressed entries
 
     def _compress(self, ratio: int, attn: AttentionWeights) -> Case:
-        rows, width, span = min(self.rows, 64), state_width(ratio), 8 if ratio == 4 else 128
-        history = self._normal(rows, span, width)
-        make = partial(self._closed, ratio, attn, history)
-        chunk = partial(self._closed_in_chunk, ratio, attn, history)
-        return self._case("compress_step", f"C{ratio}", make, chunk=chunk, rows=rows)
+        assert attn.states is not None
+        span = 8 if ratio == 4 else 128
+        history = self._normal(self.rows, span, attn.states.shape[0])  # the indexer's heads lie behind the states
+        closings = torch.tensor(_closings(ratio), dtype=torch.int32, device=self.device)
+        closing = closings[self._numbers(self.rows) % len(closings)]
+        make, chunk = (partial(self._closed, ratio, attn, history, closing, chunk) for chunk in (False, True))
+        return self._case("compress_step", f"C{ratio}", make, chunk=chunk)
 
     def _pools(self, ratio: int, attn: AttentionWeights, count: int) -> tuple[Tensor, IndexCompressor | None]:
         index, compressor = None, attn.compressor
@@ -445,42 +459,44 @@ class Cases:
         kv_rows.gather_index_rows(index.pool, every, keys, scale)
         return entries, keys, scale
 
-    def _closed(self, ratio: int, attn: AttentionWeights, history: Tensor, rows: Tensor) -> Call:
-        compressor, some, ring = attn.compressor, history[rows], history.shape[1]
+    def _closed(
+        self, ratio: int, attn: AttentionWeights, history: Tensor, closing: Tensor, chunk: bool, rows: Tensor
+    ) -> Call:
+        """A window each, closed by its last token: all but that token in the ring, or of a chunk the first half (every
+        other row) or nothing. Positions below 0 do not exist."""
+        compressor, count, span, width = attn.compressor, len(rows), history.shape[1], state_width(ratio)
         assert compressor is not None
-        before = torch.arange(CLOSING - ring + 1, CLOSING + 1, device=self.device)
-        states = torch.empty(len(rows), ring, some.shape[2], device=self.device)
-        states[:, before % ring] = some + compressor.ape[before % ratio]
-        every, (pool, index) = self._numbers(len(rows)), self._pools(ratio, attn, len(rows))
-        raw = some[:, -1].contiguous()
-        args = (raw, compressor.ape, compressor.norm, self.turns, torch.full_like(every, CLOSING), every, every)
-        target = (states.flatten(0, 1), every, pool)
-
-        def call() -> Outputs:
-            compress_step(*args, *target, ratio=ratio, ring=ring, eps=self.config.rms_norm_eps, index=index)
-            return self._entries(pool, index, len(rows))
-
-        return call
-
-    def _closed_in_chunk(self, ratio: int, attn: AttentionWeights, history: Tensor, rows: Tensor) -> Call:
-        compressor, some, ring = attn.compressor, history[rows], history.shape[1]
-        assert compressor is not None
-        raw, every = some.flatten(0, 1).contiguous(), self._numbers(len(rows))
-        place = self._numbers(len(raw))
-        states, (pool, index) = torch.zeros_like(raw), self._pools(ratio, attn, len(rows))
-        write = torch.where(place % ring == ring - 1, place // ring, -1)
-        positions, first, last = (
-            CLOSING - ring + 1 + place % ring,
-            place // ring * ring,
-            torch.full_like(place, CLOSING),
+        some, place, every = history[rows], self._numbers(span), self._numbers(count)
+        at = closing[rows].unsqueeze(1) + place - (span - 1)
+        begin = (rows.int() % 2 * (span // 2)).unsqueeze(1) if chunk else torch.full_like(at[:, :1], span - 1)
+        kept = (some[..., :width] + compressor.ape[(at % ratio).long()]).masked_fill(
+            ((place >= begin) | (at < 0)).unsqueeze(2), torch.nan
         )
-        args = (raw, compressor.ape, compressor.norm, self.turns, positions, every[place // ring], first, last)
+        states = torch.empty_like(kept)
+        states[every.unsqueeze(1), (at % span).long()] = kept
+        live = (place >= begin) & (at >= 0)
+        first = torch.where(live, place, span).amin(1, keepdim=True)
+        tokens = slice(None) if chunk else slice(span - 1, None)
+        length = span if chunk else 1
+
+        def column(values: Tensor) -> Tensor:
+            return values.expand(count, span)[:, tokens].flatten().contiguous()
+
+        raw = some[:, tokens].flatten(0, 1).contiguous()
+        positions, last = column(torch.where(live, at, -1)), column(closing[rows].unsqueeze(1))
+        write = column(torch.where(place == span - 1, every.unsqueeze(1), -1))
+        start = column(every.unsqueeze(1) * length + (first if chunk else 0))
+        pool, index = self._pools(ratio, attn, count)
+        args = (raw, compressor.ape, compressor.norm, self.turns, positions, column(every.unsqueeze(1)), start.int())
+        target = (states.flatten(0, 1), write, pool)
+        rules = {"ratio": ratio, "ring": span, "eps": self.config.rms_norm_eps}
 
         def call() -> Outputs:
-            compress_chunk(
-                *args, states, write, pool, ratio=ratio, ring=ring, eps=self.config.rms_norm_eps, index=index
-            )
-            return self._entries(pool, index, len(rows))
+            if chunk:
+                compress_chunk(*args, last, *target, **rules, index=index)  # type: ignore[arg-type]
+            else:
+                compress_step(*args, *target, **rules, index=index)  # type: ignore[arg-type]
+            return *self._entries(pool, index, count), states[every, (closing[rows] % span).long()]
 
         return call
 
@@ -496,24 +512,28 @@ class Cases:
         kv_rows.insert_index_rows(drawn, pool, torch.arange(ENTRIES, dtype=torch.int32))
         pool = pool.to(self.device)
         table = self._numbers(ENTRIES // KERNEL_PAGE).flip(0).unsqueeze(0).contiguous()
+        table = torch.nn.functional.pad(table, (0, WIDE // KERNEL_PAGE - table.shape[1]))
         queries = (codes, folded, lengths, pool, table)
         paged, ragged = partial(self._paged, queries), partial(self._ragged, queries)
         yield self._case("index_scores", "scores", paged, chunk=ragged)
-        scores = self._ints(0, 300, self.rows, ENTRIES).float()  # with ties
-        yield self._case("top_entries", "rows", partial(self._top, scores, lengths, table))
+        scores = self._ints(0, 300, self.rows, WIDE).float()  # with ties
+        top = (partial(self._top, scores, lengths, chunk) for chunk in (False, True))
+        yield self._case("top_entries", "rows", next(top), chunk=next(top))
 
-    def _paged(self, queries: tuple[Tensor, ...], rows: Tensor) -> Call:
+    def _paged(self, queries: tuple[Tensor, ...], rows: Tensor, width: int = WIDE) -> Call:
         codes, folded, lengths = (part[rows] for part in queries[:3])
         pool, table = queries[3:]
         slots = torch.zeros_like(lengths)
 
         def call() -> Outputs:
-            scores = paged_scores(codes, folded, pool, table, slots, lengths, ENTRIES)
+            scores = paged_scores(codes, folded, pool, table, slots, lengths, width)
             return (_visible(scores, lengths),)
 
         return call
 
     def _ragged(self, queries: tuple[Tensor, ...], rows: Tensor) -> Call:
+        if invariant.on():  # chunks read the pages too
+            return self._paged(queries, rows, ENTRIES)
         codes, folded, lengths = (part[rows] for part in queries[:3])
         pool, table = queries[3:]
         entry = self._numbers(ENTRIES)
@@ -527,12 +547,15 @@ class Cases:
 
         return call
 
-    def _top(self, scores: Tensor, lengths: Tensor, table: Tensor, rows: Tensor) -> Call:
+    def _top(self, scores: Tensor, lengths: Tensor, chunk: bool, rows: Tensor) -> Call:
+        """Pages in order and a workspace from row 0 on: the same rows in both forms."""
         some, visible = scores[rows], lengths[rows]
-        slots = torch.zeros_like(visible)
+        slots, table = torch.zeros_like(visible), self._numbers(WIDE // KERNEL_PAGE).unsqueeze(0)
 
         def call() -> Outputs:
             out = torch.empty(len(rows), self.config.index_topk, dtype=torch.int32, device=self.device)
+            if chunk:
+                return (top_entries(some[:, :ENTRIES], visible, slots, out),)
             return (top_rows(some, visible, slots, table, out),)
 
         return call
@@ -598,13 +621,13 @@ class Cases:
 
 
 class _Keys:
-    """Queries with lists of every length over two pools, and the same lists over one workspace."""
+    """Queries with lists of every length over two pools, and the same in blocks of 128 over one workspace."""
 
     def __init__(self, cases: Cases, ratio: int) -> None:
         rows, device = cases.rows, cases.device
         self.ratio = ratio
         self.q = cases._bf16(rows, cases.config.num_attention_heads, HEAD_DIM)
-        width = {0: 0, 4: -(-cases.config.index_topk // 128) * 128, 128: 384}[ratio]
+        width = {0: 0, 4: cases.config.index_topk, 128: C128_ENTRIES}[ratio]
         keys = 1024
         self.window, self.entries = (kv_rows.allocate(keys, device) for _ in range(2))
         every = cases._numbers(keys)
@@ -617,7 +640,8 @@ class _Keys:
         self.workspace = torch.empty(2 * keys, HEAD_DIM, dtype=torch.bfloat16, device=device)
         kv_rows.gather_rows(self.window, every, self.workspace[:keys])
         kv_rows.gather_rows(self.entries, every, self.workspace[keys:])
-        self.index = torch.cat([self.window_rows, self.entry_rows + keys * (self.entry_rows >= 0)], 1)
+        listed = torch.where(self.entry_rows >= 0, self.entry_rows + keys, -1)
+        self.index = torch.nn.functional.pad(torch.cat([self.window_rows, listed], 1), (0, -width % 128), value=-1)
         self.reach = WINDOW + self.entry_len
 
     def lists(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
