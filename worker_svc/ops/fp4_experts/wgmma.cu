@@ -12,7 +12,6 @@ typedef unsigned long long u64;
 static constexpr int COLUMNS = 256;    // weight rows of a tile
 static constexpr int CONSUMERS = 256;  // threads that multiply
 static constexpr int STEPS = WIDTH / 128;
-static constexpr int LAG = 2;  // steps between asking for token rows and handing them on
 static constexpr int SORTED = 16;  // slots of an expert begin at a multiple of this
 
 struct Args {
@@ -65,10 +64,15 @@ DEV void copy_bulk(u32 to, const void *from, int bytes, u64 *b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(address(b)) : "memory");
 }
-// What was copied by ordinary threads becomes visible to the tensor cores.
-DEV void hand_on(u64 *b) {
+// The barrier takes this thread's arrival when its copies so far have landed. Nobody waits for them here: a fence in the
+// thread that copies would wait for all it has asked for, a latency per step.
+DEV void arrive_with_copies(u64 *b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address(b)) : "memory");
+}
+// A full stage: what ordinary copies wrote becomes visible to the tensor cores.
+DEV void wait_full(u64 *b, u32 parity) {
+  wait(b, parity);
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  arrive(b);
 }
 template <int PENDING> DEV void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -155,7 +159,7 @@ template <int N> DEV void consume(Shared &s, const Args &p, const Tile &t, int p
 #pragma unroll
   for (int i = 0; i < N / 2; i++) sum0[i] = sum1[i] = 0.f;
   u32 a[16], b[16], stage = it % STAGES;
-  wait(&s.full[stage], it / STAGES & 1);
+  wait_full(&s.full[stage], it / STAGES & 1);
   unpack(a, s.w[stage], s.w_scale[stage], warp * 2, lane);
 #pragma unroll 1
   for (int k = 0; k < STEPS; k++) {
@@ -169,7 +173,7 @@ template <int N> DEV void consume(Shared &s, const Args &p, const Tile &t, int p
     mma_wait<1>();
     pin(sum0), pin(a);
     if (k + 1 < STEPS) {  // the next step's first rows, while the second product of this one runs
-      wait(&s.full[stage], it / STAGES & 1);
+      wait_full(&s.full[stage], it / STAGES & 1);
       unpack(a, s.w[stage], s.w_scale[stage], warp * 2, lane);
       pin(a);
     }
@@ -207,6 +211,11 @@ DEV void fetch(Shared &s, const Args &p, const Tile &t, int parity, u32 &it) {
   for (int row = thread; row < ROWS; row += 128)
     s.from[parity][row] = (u32)(p.slots[t.base + min(row, t.rows - 1)] / p.divisor);
   asm volatile("bar.sync 2, 128;" ::: "memory");
+  const int first = thread / 8, chunk = thread % 8;
+  u32 from[ROWS / 16];  // where this thread's pieces of rows come from, as long as the tile lasts
+#pragma unroll
+  for (int i = 0; i < ROWS / 16; i++) from[i] = s.from[parity][first + i * 16] * (u32)WIDTH + chunk * 16;
+  const u32 swizzled = first * 128 + ((chunk ^ (first & 7)) << 4);
   const u64 out = TILES * COLUMNS;
   const u8 *w = p.w + (u64)t.expert * out * (WIDTH / 2) + (u64)t.column * COLUMNS * 32;
   const u8 *w_scale = p.w_scale + (u64)t.expert * out * (WIDTH / 32) + t.column * COLUMNS + thread % 16 * 16;
@@ -220,18 +229,13 @@ DEV void fetch(Shared &s, const Args &p, const Tile &t, int parity, u32 &it) {
       copy_bulk(to, w + (u64)(k * 2) * out * 32, COLUMNS * 32, &s.full[stage]);
       copy_bulk(to + COLUMNS * 32, w + (u64)(k * 2 + 1) * out * 32, COLUMNS * 32, &s.full[stage]);
     }
-    const int first = thread / 8, chunk = thread % 8;
-    const u32 to = address(s.x[stage]) + first * 128 + ((chunk ^ (first & 7)) << 4);
+    const u32 to = address(s.x[stage]) + swizzled;
+    const u8 *x = p.x + k * 128;
 #pragma unroll
     for (int i = 0; i < ROWS / 16; i++)
-      if (i < pieces)
-        copy16(to + i * 2048, p.x + (u64)s.from[parity][first + i * 16] * WIDTH + k * 128 + chunk * 16);
+      if (i < pieces) copy16(to + i * 2048, x + from[i]);
     if (thread < 64) copy16(address(s.w_scale[stage]) + thread * 16, w_scale + (u64)(k * 4 + thread / 16) * out);
-    asm volatile("cp.async.commit_group;" ::: "memory");
-    if (it >= LAG) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
-      hand_on(&s.full[(it - LAG) % STAGES]);
-    }
+    arrive_with_copies(&s.full[stage]);
   }
 }
 
@@ -263,14 +267,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) v4mesh_experts(const __grid
   const int total = s.first_block[p.experts] * TILES;
   u32 it = 0;
   int parity = 0;
-  // 240 and 24 registers are what 384 threads of 168 have together
+  // 256 threads with 232 registers and 128 with 40 have as many as 384 with 168
   if (thread >= CONSUMERS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x, parity ^= 1) fetch(s, p, tile_of(s, p, tile), parity, it);
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    for (u32 i = it > LAG ? it - LAG : 0; i < it; i++) hand_on(&s.full[i % STAGES]);
+    asm volatile("cp.async.wait_all;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     for (int tile = blockIdx.x; tile < total; tile += gridDim.x, parity ^= 1) {
       const Tile t = tile_of(s, p, tile);
       if (thread < t.rows) {

@@ -139,6 +139,7 @@ def product(
     experts, width, columns = weight.shape[0], weight.shape[1] * 64, weight.shape[2] // 8
     assert fits(width, columns, experts) and x.shape[1] == width and out.shape[1] == columns, (x.shape, weight.shape)
     assert order.block == SORT_BLOCK and order.layout.numel() == experts + 1, order.block
+    assert x.numel() < 1 << 32, "the kernel counts bytes of x in 32 bits"
     assert x.is_contiguous() and x_scale.is_contiguous() and x_scale.shape == (x.shape[0],) and out.is_contiguous()
     _, function, processors = _loaded(width, columns, x.device.index or 0)
     tensors = (x, x_scale, weight, weight_scale, residual, order.slots, order.layout, out)
