@@ -285,15 +285,18 @@ def check(lab: Lab, report: Report, options: argparse.Namespace) -> None:
 
 
 def diverge(lab: Lab, report: Report, options: argparse.Namespace) -> None:
-    """Both modes: answers of v4-nano alone, in batches, restarted and resumed, to which token they stay the same; and
-    what a step of Flash costs in deterministic mode."""
-    from benchmarks._gpu_diverge import cost
+    """Both modes: answers of v4-nano alone, in batches, restarted and resumed, to which token they stay the same."""
     from benchmarks._gpu_diverge import measure as answers
 
+    answers(lab.device, report, sampled=options.requests)
+
+
+def cost(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """What a step of Flash costs in deterministic mode."""
+    from benchmarks._gpu_diverge import cost as both_modes
+
     del options
-    answers(lab.device, report)
-    report.save()
-    cost(lab, report, CONTEXT)
+    both_modes(lab, report, CONTEXT)
 
 
 def ops(lab: Lab, report: Report, options: argparse.Namespace) -> None:
@@ -308,6 +311,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "ops": ops,
     "check": check,
     "diverge": diverge,
+    "cost": cost,
     "decode": decode,
     "long": long,
     "prefill": prefill,
@@ -330,6 +334,7 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     parser.add_argument(
         "--by-kind", type=_numbers, default=[1, 64], help="batches at which layer kinds are timed apart"
     )
+    parser.add_argument("--requests", type=int, default=40, help="sampled requests that diverge compares, 0 for none")
     parser.add_argument("--out", type=Path, help="file for tables and metrics")
     parser.add_argument("--kernel-cache", default="", help="folder of compiled kernels to use, as a worker's option")
     parser.add_argument("--cold-caches", type=Path, help="empty folder that coldstart leaves its caches in")
