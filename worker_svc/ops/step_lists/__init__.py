@@ -6,6 +6,8 @@ lists are -1 and its lengths 0. Scores and selection are not done here.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
@@ -74,20 +76,22 @@ class ChunkLists:
 
     @staticmethod
     def allocate(tokens: int, max_context: int, device: torch.device | str, *, top_k: int = 512) -> "ChunkLists":
-        """Lists for `tokens` tokens of sequences up to max_context tokens long; both lists in whole blocks of 128."""
-        whole = -(-max(1, max_context // 128) // 128) * 128
-        return ChunkLists(
-            top_k=top_k,
-            window_index=_filled(device, tokens, WINDOW),
-            window_write=_filled(device, tokens),
-            c4_index=_filled(device, tokens, WINDOW + -(-top_k // 128) * 128),
-            c4_len=_filled(device, tokens),
-            c4_reach=_filled(device, tokens),
-            c4_write=_filled(device, tokens),
-            c128_index=_filled(device, tokens, WINDOW + whole),
-            c128_len=_filled(device, tokens),
-            c128_write=_filled(device, tokens),
-        )
+        """Lists for `tokens` tokens of sequences up to max_context tokens long; both lists in whole blocks of 128. One
+        allocation, each list at a multiple of 16 bytes; what is in it is not known, for all of it gets written."""
+        whole, chosen = (-(-size // 128) * 128 for size in (max(1, max_context // 128), top_k))
+        shapes: dict[str, tuple[int, ...]] = {
+            "window_index": (tokens, WINDOW),
+            "c4_index": (tokens, WINDOW + chosen),
+            "c128_index": (tokens, WINDOW + whole),
+        }
+        shapes |= dict.fromkeys(("window_write", "c4_len", "c4_reach", "c4_write"), (tokens,))
+        shapes |= dict.fromkeys(("c128_len", "c128_write"), (tokens,))
+        begins = list(accumulate((-(-prod(shape) // 4) * 4 for shape in shapes.values()), initial=0))
+        every = torch.empty(begins[-1], dtype=torch.int32, device=device)
+        lists = {
+            name: every[begin : begin + prod(shape)].view(shape) for begin, (name, shape) in zip(begins, shapes.items())
+        }
+        return ChunkLists(top_k=top_k, **lists)
 
 
 def decode_lists(
