@@ -25,7 +25,7 @@ TOKENS: Final = (16, 32, 64, 128, 256)
 """Bucket sizes. A larger step keeps the device busy for longer than its launches take."""
 ROWS: Final = 8
 WARM_UPS: Final = 2
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -115,7 +115,7 @@ class ChunkGraphs:
             **{name: columns[name] for name in (*names, "old_ring_rows", "old_rows")},
             lists=ChunkLists.allocate(size, 4 * self.most_entries, device, top_k=self.most_entries),
             areas=areas,
-            visible=np.zeros(size, dtype=np.int64),
+            visible=np.zeros(size, dtype=np.int32),
             workspace_rows=self._area(size) + ROWS * max([self._entries(ratio) for ratio in self.ratios], default=0),
             window_saves=(),
             state_saves=(),
@@ -123,7 +123,7 @@ class ChunkGraphs:
         )
         nothing = torch.empty(0, device=device)
         bucket = _Bucket(numbers, parts, step, nothing, nothing)
-        numbers.copy_(torch.from_numpy(self._numbers(bucket, np.empty(0, np.int64), (), ())))
+        numbers.copy_(torch.from_numpy(self._numbers(bucket, np.empty(0, np.int32), (), ())))
         if self._captures:
             self._capture(bucket)
         return bucket

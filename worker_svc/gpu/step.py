@@ -7,6 +7,7 @@ per row the window before the chunk and the chunk's own keys, behind all rows th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from worker_svc.ops.slot_step import Field
 from worker_svc.ops.sparse_attention import DecodePlan, decode_plans
 from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, decode_lists
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
 JOINED_ROWS = 8
 """Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel.
 Deterministic mode never joins them: chunks cannot."""
@@ -154,25 +155,39 @@ class ChunkStep:
 
 
 def chunk_step(
-    ids: Ints, rows: Sequence[ChunkRow], sampled: Sequence[int], tables: SlotTables, pools: GpuPools
+    ids: Ints | Tensor, rows: Sequence[ChunkRow], sampled: Sequence[int], tables: SlotTables, pools: GpuPools
 ) -> ChunkStep:
-    """Lay the batch out. `sampled` are batch tokens. The rows' pages must be in `tables` already."""
-    starts, lengths = np.array([row.start for row in rows]), np.array([row.length for row in rows])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = int(offsets[-1])
-    of_row = np.repeat(np.arange(len(rows)), lengths)
-    positions = np.arange(tokens) - offsets[of_row] + starts[of_row]
-    olds = np.array([row.start - max(row.fresh_from, row.start - pools.layout.window, 0) for row in rows])
-    bases = np.concatenate([[0], np.cumsum(olds + lengths)])  # first window row of each row in the workspace
-    own = bases[of_row] + olds[of_row] + np.arange(tokens) - offsets[of_row]
-    areas, size = _areas(rows, of_row, int(bases[-1]), pools)
-    columns = send(
-        pools.device,
-        *(ids, np.array([row.slot for row in rows])[of_row], positions, offsets[of_row], own),
-        *((starts + lengths - 1)[of_row], np.array(sampled), *_old_rows(rows, olds, bases, pools)),
+    """Lay the batch out. `ids` may be on the device already; `sampled` are batch tokens. The rows' pages must be in
+    `tables`. Everything that the host knows goes to the device in one copy."""
+    lengths = [row.length for row in rows]
+    offsets, tokens = _before(lengths)
+    olds = [row.start - max(row.fresh_from, row.start - pools.layout.window, 0) for row in rows]
+    bases, first = _before([old + length for old, length in zip(olds, lengths)])  # of a row's first window key
+    own = [base + old for base, old in zip(bases, olds)]  # of its first token's key
+    positions = _runs([row.start for row in rows], lengths)
+    areas, size = _areas(rows, lengths, first, pools)
+    saves = [
+        _host_save(row, offsets[n], own[n], olds[n], pos, tail, pools)
+        for n, row in enumerate(rows)
+        for pos, tail in row.saves
+    ]
+    sent = iter(
+        send(
+            pools.device,
+            *([] if isinstance(ids, Tensor) else [ids]),
+            *(_each([row.slot for row in rows], lengths), positions, _each(offsets, lengths), _runs(own, lengths)),
+            *(_each([row.end - 1 for row in rows], lengths), sampled),
+            *(_old_rows(rows, olds, pools), _runs(bases, olds)),
+            *(column for area in areas.values() for column in (area.pool_rows, area.base, area.key_first)),
+            *(column for save in saves for column in (save.source, save.target, save.ring_rows)),
+        )
     )
-    token_ids, slots, at, first_token, own_rows, last_position, sampled_rows, old_ring, old_rows = columns
-    saves = [(row, number, pos, tail) for number, row in enumerate(rows) for pos, tail in row.saves]
+    token_ids = ids if isinstance(ids, Tensor) else next(sent)
+    slots, at, first_token, own_rows, last_position, sampled_rows, old_ring, old_rows = islice(sent, 8)
+    on_device = {
+        ratio: EntryArea(next(sent), first, next(sent), next(sent), area.most) for ratio, area in areas.items()
+    }
+    saved = [(WindowSave(next(sent), next(sent)), _state_save(save, next(sent), pools)) for save in saves]
     step = ChunkStep(
         ids=token_ids,
         slots=slots,
@@ -186,13 +201,11 @@ def chunk_step(
         own_rows=own_rows,
         old_ring_rows=old_ring,
         old_rows=old_rows,
-        areas={ratio: _on_device(area, pools.device) for ratio, area in areas.items()},
+        areas=on_device,
         visible=(positions + 1) // 4,
         workspace_rows=size,
-        window_saves=tuple(
-            _window_save(row, int(bases[n] + olds[n]), pos, tail, int(olds[n]), pools) for row, n, pos, tail in saves
-        ),
-        state_saves=tuple(_state_save(row, int(offsets[n]), pos, tail, pools) for row, n, pos, tail in saves),
+        window_saves=tuple(window for window, _ in saved),
+        state_saves=tuple(state for _, state in saved),
         tables=tables,
     )
     fill_chunk_lists(step, pools)
@@ -211,71 +224,102 @@ def fill_chunk_lists(step: ChunkStep, pools: GpuPools) -> None:
     )
 
 
+def _before(counts: Sequence[int]) -> tuple[list[int], int]:
+    """What lies in front of each, and all of it."""
+    ends = list(accumulate(counts, initial=0))
+    return ends[:-1], ends[-1]
+
+
+def _each(values: Sequence[int], counts: Sequence[int]) -> Ints:
+    """Every value so many times."""
+    if len(values) == 1:
+        return np.full(counts[0], values[0], np.int32)
+    return np.repeat(np.array(values, np.int32), counts)
+
+
+def _runs(starts: Sequence[int], counts: Sequence[int]) -> Ints:
+    """So many numbers upwards from each start."""
+    runs = [np.arange(start, start + count, dtype=np.int32) for start, count in zip(starts, counts)]
+    return runs[0] if len(runs) == 1 else np.concatenate(runs)
+
+
 @dataclass(frozen=True, slots=True)
 class _HostArea:
     """An EntryArea before it is sent."""
 
     pool_rows: Ints
-    first_row: int
     base: Ints
     key_first: Ints
     most: int
 
 
-def _on_device(area: _HostArea, device: torch.device) -> EntryArea:
-    pool_rows, base, key_first = send(device, area.pool_rows, area.base, area.key_first)
-    return EntryArea(pool_rows, area.first_row, base, key_first, area.most)
-
-
-def _areas(rows: Sequence[ChunkRow], of_row: Ints, first: int, pools: GpuPools) -> tuple[dict[int, _HostArea], int]:
-    """Entries lie behind the window rows; layers of different ratios use the same place one after the other."""
+def _areas(
+    rows: Sequence[ChunkRow], lengths: Sequence[int], first: int, pools: GpuPools
+) -> tuple[dict[int, _HostArea], int]:
+    """Entries lie behind the window rows; layers of different ratios use the same place one after the other. Also the
+    rows of the whole workspace."""
     areas, size = {}, first
     for ratio in sorted(set(pools.layout.ratios) - {0}):
-        pool_rows = [entry_rows(row, ratio) for row in rows]
-        counts = np.array([len(found) for found in pool_rows])
-        before = np.concatenate([[0], np.cumsum(counts)])
-        base = before[of_row]
-        areas[ratio] = _HostArea(np.concatenate(pool_rows), first, first + base, base, int(counts.max()))
-        size = max(size, first + int(before[-1]))
+        found = [entry_rows(row, ratio) for row in rows]
+        counts = [len(one) for one in found]
+        before, every = _before(counts)
+        key_first = _each(before, lengths)
+        areas[ratio] = _HostArea(np.concatenate(found), key_first + np.int32(first), key_first, max(counts))
+        size = max(size, first + every)
     return areas, size
 
 
 def entry_rows(row: ChunkRow, ratio: int) -> Ints:
     """Pool rows of all entries that the row sees at its end."""
-    per_page, entry = 256 // ratio, np.arange(row.end // ratio)
-    found: Ints = np.asarray(row.pages, np.int64)[entry // per_page] * per_page + entry % per_page
-    return found
+    per_page, count = 256 // ratio, row.end // ratio
+    pages = np.asarray(row.pages[: -(-count // per_page)], np.int32)
+    assert len(pages) * per_page >= count, "a row has pages for all of its entries"
+    every: Ints = np.add.outer(pages * per_page, np.arange(per_page, dtype=np.int32)).reshape(-1)
+    return every[:count]
 
 
-def _old_rows(rows: Sequence[ChunkRow], olds: Ints, bases: Ints, pools: GpuPools) -> tuple[Ints, Ints]:
-    """Ring rows of the window before each chunk, and their workspace rows."""
-    ring = [
-        row.slot * pools.ring + np.arange(row.start - old, row.start) % pools.ring
-        for row, old in zip(rows, olds.tolist())
-    ]
-    places = [np.arange(base, base + old) for base, old in zip(bases.tolist(), olds.tolist())]
-    return np.concatenate(ring), np.concatenate(places)
+def _old_rows(rows: Sequence[ChunkRow], olds: Sequence[int], pools: GpuPools) -> Ints:
+    """Ring rows of the window before each chunk."""
+    return np.concatenate(
+        [
+            row.slot * pools.ring + np.arange(row.start - old, row.start, dtype=np.int32) % pools.ring
+            for row, old in zip(rows, olds)
+        ]
+    )
 
 
-def _window_save(row: ChunkRow, own: int, pos: int, tail: int, old: int, pools: GpuPools) -> WindowSave:
-    """`own` is the workspace row of the chunk's first token."""
-    window, device = pools.layout.window, pools.device
+@dataclass(frozen=True, slots=True)
+class _HostSave:
+    """A WindowSave and a StateSave before they are sent."""
+
+    tail: int
+    source: Ints
+    target: Ints
+    ring_rows: Ints
+    last_token: int
+
+
+def _host_save(row: ChunkRow, offset: int, own: int, old: int, pos: int, tail: int, pools: GpuPools) -> _HostSave:
+    """`offset` is the batch token, `own` the workspace row of the chunk's first token, behind `old` window keys."""
+    window, carried, ring = pools.layout.window, pools.carries.shape[2], pools.layout.state_ring(4)
     first = own + pos - window - row.start
     assert first >= own - old, "a tail needs a whole window before it"
-    source = torch.arange(first, first + window, dtype=torch.int32, device=device)
-    return WindowSave(source, torch.arange(tail * window, (tail + 1) * window, dtype=torch.int32, device=device))
-
-
-def _state_save(row: ChunkRow, offset: int, pos: int, tail: int, pools: GpuPools) -> StateSave:
-    carried = pools.carries.shape[2]
-    before = max(0, row.start - (pos - carried))
-    ring = pools.layout.state_ring(4)
-    old = [row.slot * ring + position % ring for position in range(pos - carried, pos - carried + before)]
-    last = offset + pos - 1 - row.start
-    return StateSave(
+    before = np.arange(pos - carried, max(pos - carried, row.start), dtype=np.int32)
+    return _HostSave(
         tail=tail,
-        ring_rows=torch.tensor(old, dtype=torch.int64, device=pools.device),
-        tokens=slice(last + 1 - carried + before, last + 1),
+        source=np.arange(first, first + window, dtype=np.int32),
+        target=np.arange(tail * window, (tail + 1) * window, dtype=np.int32),
+        ring_rows=row.slot * ring + before % ring,
+        last_token=offset + pos - 1 - row.start,
+    )
+
+
+def _state_save(save: _HostSave, ring_rows: Tensor, pools: GpuPools) -> StateSave:
+    carried, before, end = pools.carries.shape[2], len(save.ring_rows), save.last_token + 1
+    return StateSave(
+        tail=save.tail,
+        ring_rows=ring_rows,
+        tokens=slice(end - carried + before, end),
         places=slice(before, carried),
-        last_token=last,
+        last_token=save.last_token,
     )
