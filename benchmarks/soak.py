@@ -138,22 +138,27 @@ class Vanishing:
 
 def faults(tormentor: Aimed, shape: MeshShape, settled: Callable[[], bool]) -> Iterator[Hit]:
     """Without end. Once `settled`, nothing happens to what was there before but stops and cuts that it survives."""
-    last_worker, last_gateway = f"worker-{shape.workers - 1}", f"gateway-{shape.gateways - 1}"
+
+    def aimed(number: int) -> Aimed:
+        """Once settled at the last of each kind alone: the others' memory is compared."""
+        worker, gateway = (-1, -1) if settled() else (number, number)
+        tormentor.aim = {
+            "worker": f"worker-{worker % shape.workers}",
+            "gateway": f"gateway-{gateway % shape.gateways}",
+        }
+        return tormentor
+
     for number in itertools.count():
-        calm = settled()
-        worker = last_worker if calm else f"worker-{number % shape.workers}"
-        gateway = last_gateway if calm else f"gateway-{number % shape.gateways}"
-        tormentor.aim = {"worker": worker, "gateway": gateway}
-        yield partial(tormentor.kill, "worker")
+        yield partial(aimed(number).kill, "worker")
         if shape.gateways > 1:
-            yield partial(tormentor.kill, "gateway")
-        yield partial(tormentor.freeze, "worker", FREEZE_S)
+            yield partial(aimed(number).kill, "gateway")
+        yield partial(aimed(number).freeze, "worker", FREEZE_S)
         if not settled():
-            yield partial(tormentor.kill, "grammar")
-            yield partial(tormentor.kill, "scheduler")
-            yield partial(tormentor.freeze, "scheduler", FREEZE_S)
-        yield partial(tormentor.freeze, "gateway", FREEZE_S)
-        yield partial(tormentor.restart, worker)
+            yield partial(aimed(number).kill, "grammar")
+            yield partial(aimed(number).kill, "scheduler")
+            yield partial(aimed(number).freeze, "scheduler", FREEZE_S)
+        yield partial(aimed(number).freeze, "gateway", FREEZE_S)
+        yield partial(aimed(number).restart, tormentor.aim["worker"])
 
 
 async def torment(tormentor: Aimed, hits: Iterator[Hit], part: Part, options: argparse.Namespace, end: float) -> None:

@@ -4,12 +4,16 @@ In processes of their own: the benchmarks fork, which one with gRPC must not. Th
 the lane, so their workers are simulated ones: the mesh, not the model's arithmetic, is what has to give things back.
 """
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import soak
+from benchmarks._kill_mesh import MeshShape
 
 pytestmark = pytest.mark.timeout(720)
 ROOT = Path(__file__).parents[2]
@@ -27,6 +31,33 @@ def measure(tmp_path, name, *flags):
 def assert_exact(found, said):
     assert {name: found[name] for name in EXACT} == dict.fromkeys(EXACT, 0), said
     assert found["client_errors"] == 0 and found["requests"] > 0, said
+
+
+class Hits:
+    """A tormentor that only writes down whom it would hurt."""
+
+    def __init__(self):
+        self.aim, self.hurt = {}, []
+
+    def kill(self, service):
+        self.hurt.append(self.aim.get(service, service))
+
+    def freeze(self, service, seconds):
+        self.kill(service)
+
+    def restart(self, name):
+        self.hurt.append(name)
+
+
+@pytest.mark.parametrize("calm_from", range(16, 25))  # everywhere in the third round, which begins with the first of each
+def test_once_settled_only_the_last_of_each_kind_is_hurt(calm_from):
+    hits = Hits()
+    for hit in itertools.islice(soak.faults(hits, MeshShape(), lambda: len(hits.hurt) >= calm_from), 40):
+        hit()
+    assert set(hits.hurt[:8]) == {"worker-0", "gateway-0", "grammar", "scheduler"}
+    after = hits.hurt[calm_from + 2 :]  # a round asks once for all that has a standby
+    assert set(after) == {"worker-1", "gateway-1"}
+    assert not {"worker-0", "gateway-0"} & set(hits.hurt[calm_from:])
 
 
 def test_after_five_minutes_of_mixed_load_and_faults_nothing_is_owned(tmp_path):
