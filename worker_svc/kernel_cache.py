@@ -94,6 +94,7 @@ class Manifest:
     seconds: float
     kernels: int
     failures: tuple[str, ...] = ()
+    deterministic: bool = False  # its kernels too
     schema: int = SCHEMA
 
     def write(self, root: Path) -> None:
@@ -123,8 +124,8 @@ def shape_digest(config: Mapping[str, object]) -> str:
     return hashlib.blake2b(json.dumps(kept, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def mismatch(manifest: Manifest | None, machine: Machine, model: str) -> str:
-    """Why a cache does not cover this machine and model; empty if it does."""
+def mismatch(manifest: Manifest | None, machine: Machine, model: str, *, deterministic: bool = False) -> str:
+    """Why a cache does not cover this machine, model and mode; empty if it does."""
     if manifest is None:
         return "there is no manifest: run `v4mesh precache`"
     if manifest.machine != machine:
@@ -134,6 +135,8 @@ def mismatch(manifest: Manifest | None, machine: Machine, model: str) -> str:
         return f"it was made for another machine ({', '.join(changed)} differ)"
     if manifest.model != model:
         return "it was made for a model of other shapes"
+    if deterministic and not manifest.deterministic:
+        return "it was made without deterministic mode: run `v4mesh precache --deterministic`"
     return f"{len(manifest.failures)} steps failed when it was made" if manifest.failures else ""
 
 

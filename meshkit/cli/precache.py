@@ -25,6 +25,7 @@ from meshkit.kernel_cache import CacheFileError, pack, unpack
 @click.option("--slots", default=64, type=click.IntRange(1, 4096), help="Requests that run at once when served.")
 @click.option("--step-tokens", default=8192, type=click.IntRange(16), help="Most tokens in one step when served.")
 @click.option("--context", default=0, type=click.IntRange(0), help="Longest context when served; 0 = the model's.")
+@click.option("--deterministic", is_flag=True, help="Compile the kernels of deterministic mode too.")
 @click.option("--pack", "packed", metavar="FILE", help="Afterwards write the cache to this .tar.gz.")
 @click.option("--unpack", "archive", metavar="FILE", help="Take the cache from such a file; compile nothing.")
 @click.option("--check", is_flag=True, help="Only say whether the cache covers this machine and model.")
@@ -39,6 +40,7 @@ def precache(
     slots: int,
     step_tokens: int,
     context: int,
+    deterministic: bool,
     packed: str | None,
     archive: str | None,
     check: bool,
@@ -48,6 +50,7 @@ def precache(
         raise click.UsageError("--unpack stands alone")
     line = ["--model", str(find_model(model)), "--slots", str(slots), "--step-tokens", str(step_tokens)]
     line += ["--context", str(context), *(["--cache", cache_dir] if cache_dir else [])]
+    line += ["--deterministic"] * deterministic
     found, status = _worker([*line, "--where"] if archive or check else line)
     root = Path(found["root"])
     try:

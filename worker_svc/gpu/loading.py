@@ -22,10 +22,9 @@ from worker_svc.core.table import PoolConfig
 from worker_svc.executor import revision_of, rules_of
 from worker_svc.gpu.ahead import compile_ahead, warm_up
 from worker_svc.gpu.executor import GpuExecutor
-from worker_svc.gpu.invariance_cases import Cases
 from worker_svc.gpu.layout import GpuSizes, check_shapes
 from worker_svc.gpu.pools import GpuPools
-from worker_svc.gpu.self_check import check_forward, choose_backends
+from worker_svc.gpu.self_check import check_forward, check_kernels
 from worker_svc.gpu.transformer import Transformer
 from worker_svc.gpu.weights import WeightLoader, WeightSource
 from worker_svc.kernel_cache import CompileWatch, mismatch, open_cache, read_manifest, shape_digest, this_machine
@@ -38,8 +37,6 @@ from worker_svc.sampling import VocabRules
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
 MAX_VERIFY: Final = 1
-CHECKED_ROWS: Final = 256
-"""Rows among which an operation's are compared when a deterministic worker starts."""
 POOL_SHARE: Final = 0.75
 """Of the memory left beside the weights: the rest is for activations of the largest step, graphs and libraries."""
 
@@ -88,7 +85,7 @@ def from_source(
         weights = WeightLoader(source, device).model(told)
     if config.deterministic:
         with _lap(laps, "operations checked", device):
-            choose_backends(Cases(weights, source.config, device, rows=CHECKED_ROWS), device)
+            check_kernels(weights, source.config, device)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the pools are sized by what is free now
     with _lap(laps, "pools", device):
@@ -151,7 +148,7 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
     except registry.KernelError as error:
         raise GpuError(str(error)) from error
     digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
-    lacking = mismatch(read_manifest(root), machine, digest)
+    lacking = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     if lacking and not config.jit:
         raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
     log.info("kernels: %s%s", root, f"; {lacking}, so they compile now" if lacking else "")

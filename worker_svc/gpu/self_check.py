@@ -18,13 +18,18 @@ import torch
 
 from meshkit.errors import GpuError
 from meshkit.types import PAGE_TOKENS, SamplingParams, TokenLogprobs
+from worker_svc.checkpoint.config import V4Config
 from worker_svc.core.work import RowWork, SlotInit, StepWork, TailWork
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.invariance import Case, examine
+from worker_svc.gpu.invariance_cases import Cases
+from worker_svc.gpu.weights import ModelWeights
 from worker_svc.ops import invariant, registry
 
 SIZES: Final = (1, 2, 8, 9, 32, 64, 128, 256)
 """Rows at which products, splits and tiles change when they follow the batch."""
+CHECKED_ROWS: Final = 256
+"""Rows among which an operation's are compared."""
 NOT_RUN: Final = ("paged_attention", "skinny_gemm")
 """Operations that deterministic mode leaves out."""
 ANSWER: Final = 24
@@ -36,6 +41,11 @@ SHORT: Final = 20
 Answer = list[tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]
 
 log = logging.getLogger(__name__)
+
+
+def check_kernels(weights: ModelWeights, config: V4Config, device: torch.device) -> None:
+    """`choose_backends` over a model's own weights and shapes."""
+    choose_backends(Cases(weights, config, device, rows=CHECKED_ROWS), device)
 
 
 def choose_backends(cases: Iterable[Case], device: torch.device, sizes: Sequence[int] = SIZES) -> dict[str, str]:

@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ class PrecacheConfig:
     slots: int = option(64, "Choices that run at once when served.")
     step_tokens: int = option(8192, "Most tokens in one step when served.")
     context: int = option(0, "Longest context when served, 0 = the model's.")
+    deterministic: bool = option(False, "Compile the kernels of deterministic mode too.")
     where: bool = option(False, "Only say where the cache is and whether it fits.")
 
 
@@ -60,44 +61,67 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"root": str(root), "machine": machine.key}
     if not config.where:
         found |= _compile(config, folder, root, machine, digest)
-    problem = mismatch(read_manifest(root), machine, digest)
+    problem = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     return found | ({"problem": problem} if problem else {})
 
 
 def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
-    """Run what a worker runs at start, over zeros, and write the manifest."""
+    """Run what a worker runs at start, over zeros, in each mode asked for; write the manifest."""
     from worker_svc.checkpoint.config import V4Config
-    from worker_svc.gpu.ahead import WARM_SIZES, compile_ahead, warm_up
+    from worker_svc.gpu.ahead import WARM_SIZES
+    from worker_svc.ops import invariant
 
     watch = CompileWatch.of_environment()
     before, start = watch.ready(), time.perf_counter()
-    covered = not mismatch(read_manifest(root), machine, digest)
-    executor = _executor(V4Config.load(folder), config)
+    found = read_manifest(root)
+    covered = not mismatch(found, machine, digest, deterministic=config.deterministic)
+    kept = not mismatch(found, machine, digest, deterministic=True)
+    shape, failures, buckets = V4Config.load(folder), list[str](), list[int]()
+    for deterministic in (False, True) if config.deterministic else (False,):
+        with invariant.switched(deterministic):
+            executor = _executor(shape, config)
+            failures += _run_all(executor, config, covered=covered)
+            buckets = executor.buckets
+            del executor
+    seconds = time.perf_counter() - start
+    compiled = watch.new()
+    Manifest(
+        machine=machine,
+        model=digest,
+        decode=tuple(buckets),
+        chunks=tuple(size for size in WARM_SIZES if size <= config.step_tokens),
+        seconds=round(seconds, 1),
+        kernels=before + compiled,
+        failures=tuple(failures),
+        deterministic=config.deterministic or kept,
+    ).write(root)
+    return {"seconds": round(seconds, 1), "compiled": compiled, "kernels": before + compiled, "failures": failures}
+
+
+def _run_all(executor: GpuExecutor, config: PrecacheConfig, *, covered: bool) -> list[str]:
+    """Everything that compiles, in the mode that is on; what failed."""
+    from worker_svc.gpu.ahead import compile_ahead, warm_up
+    from worker_svc.gpu.self_check import check_kernels
+    from worker_svc.ops import invariant
+
+    steps: dict[str, Callable[[], object]] = {
+        "products": lambda: compile_ahead(executor, config.step_tokens, covered=covered),
+        "decode": executor.capture,
+        "prefill": lambda: warm_up(executor, config.step_tokens),
+    }
+    if invariant.on():
+        model = executor.model
+        steps = {"checks": lambda: check_kernels(model.weights, model.config, executor.device)} | steps
     failures = []
-    for name, run in (
-        ("products", lambda: compile_ahead(executor, config.step_tokens, covered=covered)),
-        ("decode", executor.capture),
-        ("prefill", lambda: warm_up(executor, config.step_tokens)),
-    ):
+    for name, run in steps.items():
         began = time.perf_counter()
         try:
             run()
         except Exception as error:
             log.exception("%s failed", name)
             failures.append(f"{name}: {type(error).__name__}: {error}"[:500])
-        log.info("%s: %.1f s", name, time.perf_counter() - began)
-    seconds = time.perf_counter() - start
-    compiled = watch.new()
-    Manifest(
-        machine=machine,
-        model=digest,
-        decode=tuple(executor.buckets),
-        chunks=tuple(size for size in WARM_SIZES if size <= config.step_tokens),
-        seconds=round(seconds, 1),
-        kernels=before + compiled,
-        failures=tuple(failures),
-    ).write(root)
-    return {"seconds": round(seconds, 1), "compiled": compiled, "kernels": before + compiled, "failures": failures}
+        log.info("%s%s: %.1f s", "deterministic " * invariant.on(), name, time.perf_counter() - began)
+    return failures
 
 
 def _executor(whole: V4Config, config: PrecacheConfig) -> GpuExecutor:

@@ -218,7 +218,7 @@ def test_a_deterministic_worker_checks_both_before_it_is_ready(monkeypatch):
     monkeypatch.setattr(loading, "prepare_kernels", lambda config, folder: True)
     monkeypatch.setattr(loading, "warm_up", lambda executor, step_tokens: called.append("warm-up"))
     monkeypatch.setattr(loading, "check_forward", lambda executor, tokens: called.append(("forward", tokens)))
-    monkeypatch.setattr(loading, "choose_backends", lambda cases, device: called.append(("cases", cases.rows)))
+    monkeypatch.setattr(self_check, "choose_backends", lambda cases, device: called.append(("cases", cases.rows)))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a processor")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (10**11, 10**11))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)

@@ -16,9 +16,9 @@ from meshkit.models import DEFAULT_MODEL
 from worker_svc import kernel_cache
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.config import WorkerConfig
-from worker_svc.gpu import ahead, loading
+from worker_svc.gpu import ahead, loading, self_check
 from worker_svc.kernel_cache import CompileWatch, Machine, Manifest
-from worker_svc.ops import registry
+from worker_svc.ops import invariant, registry
 from worker_svc.precache import __main__ as command
 from worker_svc.precache.hollow import HollowSource, one_of_each
 
@@ -58,6 +58,11 @@ def test_a_mismatch_is_named(manifest, says):
     import re
 
     assert re.search(says, kernel_cache.mismatch(manifest, H200, "m"))
+
+
+def test_a_deterministic_worker_wants_its_kernels_too():
+    assert "precache --deterministic" in kernel_cache.mismatch(_manifest(), H200, "m", deterministic=True)
+    assert not kernel_cache.mismatch(_manifest(deterministic=True), H200, "m", deterministic=True)
 
 
 def test_compiles_after_ready_are_counted_once(tmp_path, caplog):
@@ -141,7 +146,13 @@ def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monk
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     manifest = kernel_cache.read_manifest(tmp_path / report["machine"])
     assert manifest is not None and manifest.decode == (1, 2) and manifest.chunks == (16,)
-    assert manifest.failures == () and "problem" not in report
+    assert manifest.failures == () and "problem" not in report and not manifest.deterministic
+    monkeypatch.setattr(self_check, "CHECKED_ROWS", 5)
+    assert command.main([*line, "--deterministic", "--where"]) == 9
+    assert command.main([*line, "--deterministic"]) == 0
+    assert command.main(line) == 0 and not invariant.on()
+    kept = kernel_cache.read_manifest(tmp_path / report["machine"])
+    assert kept is not None and kept.deterministic and kept.failures == ()
 
 
 def test_a_worker_prepares_its_cache_and_refuses_what_it_cannot_keep(tmp_path, monkeypatch):
