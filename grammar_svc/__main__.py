@@ -112,7 +112,7 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
     from grammar_svc import compiler
     from grammar_svc.attach import Attachments, Host
     from grammar_svc.engine import Facts
-    from grammar_svc.ring import remove_stale
+    from grammar_svc.ring import YOUNG_S, remove_stale
     from grammar_svc.servicer import NAME, GrammarServicer
 
     health, metrics, tracing = Health(), Metrics(), start_tracing("grammar")
@@ -154,6 +154,8 @@ async def _work(config: GrammarConfig, parts: _Parts, place: Place | None) -> in
         if place is not None:
             place.announce()
         sizes = metrics.gauge("v4mesh_grammar_cache_bytes", "Bytes of compiled grammars kept")
+        await asyncio.sleep(YOUNG_S)
+        remove_stale(ring_dir)  # once more: what a process wrote to until it was killed looked young at our start
         while True:
             sizes.put(grammars.bytes)
             await asyncio.sleep(1.0)
