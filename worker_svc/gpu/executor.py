@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
 from worker_svc.gpu.slots import DeviceSlots
 from worker_svc.gpu.step import ChunkRow, chunk_step
-from worker_svc.gpu.transformer import Transformer
+from worker_svc.gpu.transformer import Boundary, Transformer
 from worker_svc.kernel_cache import CompileWatch
 from worker_svc.masks.source import MaskSource
 from worker_svc.ops.sample import Params, sample
@@ -43,6 +44,16 @@ class _Part:
     tokens: Tensor
     logprobs: LogprobsAsked | None = None
     failed: dict[int, Fault] = field(default_factory=dict)  # by number in the part: no mask will ever come
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Chunks of a step before anything else of it: ids int32 [T] of all rows; on the device, and the first layer's
+    input made of them, where no graph does that."""
+
+    ids: npt.NDArray[np.int32]
+    rows: list[ChunkRow]
+    embedded: tuple[Tensor, Boundary] | None = None
 
 
 @dataclass(slots=True)
@@ -113,13 +124,14 @@ class GpuExecutor:
     def launch(self, work: StepWork) -> Flight:
         """Queue one step on the device. An exception means that it did not happen."""
         started = time.monotonic_ns()
-        self._prepare(work)
         decodes = [place for place, row in enumerate(work.rows) if not row.ids]
         chunks = [place for place, row in enumerate(work.rows) if row.ids]
+        begun = self._begin(work, chunks) if chunks else None
+        self._prepare(work)
         most = self.buckets[-1]
         samplings = [self._decode(work, decodes[first : first + most]) for first in range(0, len(decodes), most)]
-        if chunks:
-            samplings.append(self._chunks(work, chunks))
+        if begun is not None:
+            samplings.append(self._chunks(work, chunks, begun))
         if self._constrained.any(work.rows):
             self._constrained.tell()
         parts = [sampling() for sampling in samplings]
@@ -157,6 +169,20 @@ class GpuExecutor:
         return self.collect(self.launch(work))
 
     # Before the forward
+
+    def _begin(self, work: StepWork, places: list[int]) -> _Begun:
+        """Chunks' ids go to the device first of all and are embedded while the host lays out the rest; where a graph
+        runs, it does that."""
+        saves: dict[int, list[tuple[int, int]]] = {}
+        for save in work.saves:
+            saves.setdefault(save.slot, []).append((save.pos, save.tail))
+        rows = [work.rows[place] for place in places]
+        ids = np.concatenate([np.array(row.ids, dtype=np.int32) for row in rows])
+        chunks = [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows]
+        if self.chunk_graphs.on and self.chunk_graphs.fits(chunks):
+            return _Begun(ids, chunks)
+        (sent,) = send(self.device, ids)
+        return _Begun(ids, chunks, (sent, self.model.begin(sent)))
 
     def _prepare(self, work: StepWork) -> None:
         for row in work.rows:
@@ -199,23 +225,19 @@ class GpuExecutor:
 
         return sampling
 
-    def _chunks(self, work: StepWork, places: list[int]) -> Callable[[], _Part]:
+    def _chunks(self, work: StepWork, places: list[int], begun: _Begun) -> Callable[[], _Part]:
         rows = [work.rows[place] for place in places]
-        saves: dict[int, list[tuple[int, int]]] = {}
-        for save in work.saves:
-            saves.setdefault(save.slot, []).append((save.pos, save.tail))
         ends = (np.cumsum([len(row.ids) for row in rows]) - 1).tolist()
         sampling_rows = [number for number, row in enumerate(rows) if row.sample_last]
-        ids = np.concatenate([np.asarray(row.ids, dtype=np.int64) for row in rows])
-        chunks = [_chunk_row(row, tuple(saves.get(row.slot, ()))) for row in rows]
         sampled = [ends[number] for number in sampling_rows]
-        if self.chunk_graphs.on and self.chunk_graphs.fits(chunks):
-            logits, streams = self.chunk_graphs.forward(ids, chunks, sampled)
+        if begun.embedded is None:
+            logits, streams = self.chunk_graphs.forward(begun.ids, begun.rows, sampled)
         else:
-            step = chunk_step(ids, chunks, sampled, self.slots.tables, self.pools)
-            logits, streams = self.model.forward(step)
-            for save_ in step.state_saves:
-                self.pools.streams[save_.tail] = streams[save_.last_token]
+            ids, edge = begun.embedded
+            step = chunk_step(ids, begun.rows, sampled, self.slots.tables, self.pools)
+            logits, streams = self.model.forward(step, edge)
+            for save in step.state_saves:
+                self.pools.streams[save.tail] = streams[save.last_token]
         for row in rows:
             self.slots.moved(row.slot, row.start + len(row.ids), on_device=bool(row.sample_last))
 

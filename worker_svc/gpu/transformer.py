@@ -113,14 +113,23 @@ class Transformer:
         self.rules = BoundaryRules(config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
         self.workspace, self.max_tokens = Workspace(max_tokens, config.hidden_size, device), max_tokens
 
-    def forward(self, step: DecodeStep | ChunkStep) -> tuple[Tensor, Tensor]:
-        """Logits FP32 [n, V] of the sampled tokens and the streams BF16 [T, 4, D] behind the last layer."""
-        w = self.weights
-        edge = Boundary(len(step.ids), self.config.hidden_size, self.rules, self.workspace, self.pools.device)
-        edge.enter(step.ids, w.embed, self.blocks[0].attn_mixer)
+    def begin(self, ids: Tensor) -> Boundary:
+        """Embedding and the first block's input of ids int32 [T]: what needs nothing else of a step.
+        Other forwards may run before this one goes on."""
+        edge = Boundary(len(ids), self.config.hidden_size, self.rules, self.workspace, self.pools.device)
+        first = self.blocks[0]
+        edge.enter(ids, self.weights.embed, first.attn_mixer)
+        edge.read(first.attn_mixer, first.attn_norm)
+        return edge
+
+    def forward(self, step: DecodeStep | ChunkStep, begun: Boundary | None = None) -> tuple[Tensor, Tensor]:
+        """Logits FP32 [n, V] of the sampled tokens and the streams BF16 [T, 4, D] behind the last layer. `begun`: what
+        `begin` made of the step's ids."""
+        w, edge = self.weights, self.begin(step.ids) if begun is None else begun
         following = [block.attn_mixer for block in self.blocks[1:]] + [w.head_mixer]
-        for block, mixer, pools in zip(self.blocks, following, self.layer_pools):
-            edge.read(block.attn_mixer, block.attn_norm)
+        for number, (block, mixer, pools) in enumerate(zip(self.blocks, following, self.layer_pools)):
+            if number:
+                edge.read(block.attn_mixer, block.attn_norm)
             edge.write(block.ffn_mixer, out=block.attn(edge.y, edge.x, step, pools))
             edge.read(block.ffn_mixer, block.ffn_norm)
             edge.write(mixer, experts=block.ffn(edge.y, edge.x, edge.row_scale, step))
