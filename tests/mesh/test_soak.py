@@ -49,7 +49,7 @@ class Hits:
         self.hurt.append(name)
 
 
-@pytest.mark.parametrize("calm_from", range(16, 25))  # everywhere in the third round, which begins with the first of each
+@pytest.mark.parametrize("calm_from", range(16, 25))  # in the third round, which begins with the first ones
 def test_once_settled_only_the_last_of_each_kind_is_hurt(calm_from):
     hits = Hits()
     for hit in itertools.islice(soak.faults(hits, MeshShape(), lambda: len(hits.hurt) >= calm_from), 40):
