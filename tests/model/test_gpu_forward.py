@@ -5,6 +5,7 @@ asserted bit for bit is what must not depend on chunking, tails or batch compani
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -310,3 +311,23 @@ def test_warming_up_has_odd_and_even_prompts_a_resumed_one_and_two_at_once(gpu):
         assert all(row.start == 256 for row in work.rows if work.tail_loads)
     gpu.warm_masks([1, 2])
     assert gpu.slots.length(0) == 257
+
+
+def test_a_prompt_is_embedded_before_anything_else_of_its_step(gpu, text, monkeypatch):
+    """Decode rows of the same step and another slot's start change nothing in what was begun."""
+    gpu.run(StepWork(inits=(init(0), init(1)), rows=(chunk(0, text[:30], 0, (0,), sample_last=1),)))
+    work = StepWork(rows=(RowWork(slot=0, pages=(0,)), chunk(1, text, 0, (1, 2), sample_last=1)))
+    kept, order = seen(gpu), []
+    for owner, name in ((gpu.model, "begin"), (gpu.slots, "take_pages"), (gpu.graphs, "forward")):
+
+        def noted(*args, plain, name):
+            order.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, partial(noted, plain=getattr(owner, name), name=name))
+    gpu.run(work)
+    assert order[:3] == ["begin", "take_pages", "forward"], "decode's forward runs in between"
+    begun = kept[-1]
+    monkeypatch.undo()
+    gpu.run(StepWork(inits=(init(2),), rows=(chunk(2, text, 0, (3, 4), sample_last=1),)))
+    assert torch.equal(kept[-1], begun)

@@ -7,11 +7,12 @@ import torch
 
 from meshkit.errors import GpuError
 from meshkit.models import DEFAULT_MODEL
-from meshkit.types import ModelInfo
+from meshkit.types import ModelInfo, SamplingParams
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
 from worker_svc.config import WorkerConfig
-from worker_svc.gpu import loading, self_check
+from worker_svc.core.work import RowWork, SlotInit, StepWork
+from worker_svc.gpu import attention, loading, self_check
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.invariance import Case, examine
 from worker_svc.gpu.invariance_cases import Cases
@@ -146,6 +147,29 @@ def test_a_chunk_that_adds_up_otherwise_is_seen():
     assert found.repeats and found.invariant and found.chunk is False and not found.same
 
 
+@pytest.mark.parametrize("form", ["chunk", "batch"])
+def test_one_row_of_all_that_differs_is_seen(form):
+    """Whichever it is, if it is run: last bits differ in few of them."""
+    places = set()
+    for row in range(24):
+
+        def product(at, row=row):
+            (found,) = plain_case(by_columns).make(at)()
+            return torch.where((at == row).unsqueeze(1), found.nextafter(torch.tensor(9.0)), found)
+
+        def make(at, product=product):
+            return lambda: (product(at) if form == "batch" and len(at) == 16 else plain_case(by_columns).make(at)()[0],)
+
+        chunk = (lambda at, product=product: lambda: (product(at),)) if form == "chunk" else None
+        found = examine(Case(op="a", name="b", rows=24, make=make, chunk=chunk), CPU, (16, 23, 24), seed=row)
+        assert found.repeats and found.chunk is (False if form == "chunk" else None)
+        places.add((found.invariant, found.wrong))
+    if form == "chunk":
+        assert places <= {(True, "in a chunk of 24"), (True, "in a chunk of 3")}
+    else:  # 8 of 24 are not among the 16
+        assert places == {(False, "among 16 rows"), (True, "")}
+
+
 def test_the_first_backend_that_passes_is_taken_and_the_reason_for_the_others_is_logged(hopper, caplog):
     """A library that splits K by the number of rows, and ours, which does not."""
 
@@ -203,6 +227,40 @@ def test_the_forward_passes_in_the_mode(executor, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         check_forward(executor, 270)
     assert "prompt of 270 tokens" in caplog.text, "more than 256: long enough for the indexer to choose"
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_decode_and_chunks_ask_for_the_same_programs(executor, monkeypatch, on):
+    """In the mode: keys beside the pool in both, scores from pages, and rows in the pools' format."""
+    asked = {"latent_rows": set(), "scores": set(), "chunk_attention": set()}
+    plain = {name: getattr(attention, name) for name in ("latent_rows", "ragged_scores", "chunk_attention")}
+
+    def latent_rows(*args, workspace, **more):
+        asked["latent_rows"].add(workspace is not None)
+        plain["latent_rows"](*args, workspace=workspace, **more)
+
+    def ragged_scores(*args):
+        asked["scores"].add("gathered")
+        return plain["ragged_scores"](*args)
+
+    def chunk_attention(*args, fp8):
+        asked["chunk_attention"].add(fp8)
+        return plain["chunk_attention"](*args, fp8=fp8)
+
+    for function in (latent_rows, ragged_scores, chunk_attention):
+        monkeypatch.setattr(attention, function.__name__, function)
+    prompt = tuple(range(5, 275))  # long enough for the indexer to choose
+    invariant.switch(on)
+    executor.run(
+        StepWork(
+            inits=(SlotInit(slot=0, params=SamplingParams(temperature=0.0), seed=0, choice=0, n_emitted=0),),
+            rows=(RowWork(slot=0, ids=prompt, pages=range(2), sample_last=1),),
+        )
+    )
+    executor.run(StepWork(rows=(RowWork(slot=0, pages=range(2)),)))
+    assert asked["chunk_attention"] == {True}
+    assert asked["latent_rows"] == ({True} if on else {True, False})
+    assert asked["scores"] == (set() if on else {"gathered"})
 
 
 def test_the_forward_without_the_mode_is_found_out(executor, monkeypatch):
