@@ -486,7 +486,7 @@ class Cases:
         positions, last = column(torch.where(live, at, -1)), column(closing[rows].unsqueeze(1))
         write = column(torch.where(place == span - 1, every.unsqueeze(1), -1))
         start = column(every.unsqueeze(1) * length + (first if chunk else 0))
-        pool, index = self._pools(ratio, attn, count)
+        own, (pool, index) = (closing[rows] % span).long(), self._pools(ratio, attn, count)
         args = (raw, compressor.ape, compressor.norm, self.turns, positions, column(every.unsqueeze(1)), start.int())
         target = (states.flatten(0, 1), write, pool)
         rules = {"ratio": ratio, "ring": span, "eps": self.config.rms_norm_eps}
@@ -496,7 +496,7 @@ class Cases:
                 compress_chunk(*args, last, *target, **rules, index=index)  # type: ignore[arg-type]
             else:
                 compress_step(*args, *target, **rules, index=index)  # type: ignore[arg-type]
-            return *self._entries(pool, index, count), states[every, (closing[rows] % span).long()]
+            return *self._entries(pool, index, count), states[every, own]
 
         return call
 
