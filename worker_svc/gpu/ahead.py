@@ -27,7 +27,7 @@ from worker_svc.core.work import RowWork, SlotInit, StepWork, TailWork
 from worker_svc.gpu.executor import GpuExecutor
 from worker_svc.gpu.weights import ModelWeights
 from worker_svc.ops import registry
-from worker_svc.ops.bf16_gemm import DEEP_ROWS, bf16_gemm, by_rows
+from worker_svc.ops.bf16_gemm import bf16_gemm, by_rows, deep_rows
 from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
 
 ROWS_STEP = 64
@@ -57,7 +57,7 @@ def compile_ahead(executor: GpuExecutor, step_tokens: int, *, covered: bool) -> 
             run_products(shape, sizes)
     if registry.backend("bf16_gemm") == "deep_gemm":
         for weight, largest in dense_weights(weights, most, executor.pools.slots):
-            run_dense(weight, product_rows(min(largest, DEEP_ROWS) if by_rows() else largest))
+            run_dense(weight, product_rows(min(largest, deep_rows()) if by_rows() else largest))
     k = executor.model.config.num_experts_per_tok
     weights.blocks[0].ffn.experts.prepare(expert_tokens(most, executor.buckets), k)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.gpu.overlap import Overlap
 from worker_svc.gpu.pools import LayerPools
-from worker_svc.gpu.step import JOINED_ROWS, ChunkStep, DecodeStep, EntryArea
+from worker_svc.gpu.step import ChunkStep, DecodeStep, EntryArea, joined
 from worker_svc.gpu.weights import AttentionWeights
 from worker_svc.ops import invariant
 from worker_svc.ops.attention_output import attention_output
@@ -140,7 +140,7 @@ class Attention:
         elif self.ratio:
             rows, length = lists.c128_rows, lists.c128_len
         keys = (q, pools.window, lists.window_rows, lists.window_len, pools.entries, rows, length)
-        if len(q) <= JOINED_ROWS and not invariant.on():
+        if joined(len(q), on_gpu=q.is_cuda):
             turned = (self.turns, step.positions, out.codes, out.scale)
             paged_attention(*keys, self.weights.sink, self.scale, *turned)
             return

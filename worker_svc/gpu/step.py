@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.gpu.pools import GpuPools
 from worker_svc.gpu.send import send
 from worker_svc.ops import invariant
@@ -26,6 +27,13 @@ Ints = npt.NDArray[np.int32]
 JOINED_ROWS = 8
 """Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel.
 Deterministic mode never joins them: chunks cannot."""
+
+
+def joined(rows: int, *, on_gpu: bool) -> bool:
+    """True if a decode step of so many rows runs our joined attention."""
+    return not invariant.on() and rows <= (
+        tuning.value("attention.joined_rows", JOINED_ROWS) if on_gpu else JOINED_ROWS
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +66,7 @@ class DecodeStep:
     lists: DecodeLists
     tables: SlotTables
     most_entries: int  # C4 entries of the longest sequence that may come
-    plans: dict[int, DecodePlan]  # by compression ratio; empty where `JOINED_ROWS` says that nobody asks
+    plans: dict[int, DecodePlan]  # by compression ratio; empty where attention is `joined`, and nobody asks
     score_plan: ScorePlan
 
 
@@ -68,7 +76,7 @@ def decode_step(
     """Fill the lists for these rows and describe the step."""
     decode_lists(positions, slots, tables.pages, tables.fresh_from, tables.write_from, ring=pools.ring, out=lists)
     plans: dict[int, DecodePlan] = {}
-    if len(ids) > JOINED_ROWS or invariant.on():
+    if not joined(len(ids), on_gpu=ids.is_cuda):
         heads = pools.layout.config.num_attention_heads
         plans = decode_plans(lists.window_len, lists.top_len, lists.c128_len, heads)
     return DecodeStep(

@@ -7,6 +7,7 @@ costs a launch), else cuBLAS. A pin, or deterministic mode, takes one for all nu
 import torch
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.ops import invariant, registry
 from worker_svc.ops.bf16_gemm import ref
 
@@ -42,10 +43,15 @@ def _backend(rows: int, outputs: int) -> str:
     chosen = registry.backend("bf16_gemm")
     if not by_rows():
         return "skinny" if chosen == "torch" and rows <= SKINNY_ROWS else chosen
-    if rows <= SKINNY_ROWS:
+    if rows <= tuning.value("bf16_gemm.skinny_rows", SKINNY_ROWS):
         return "skinny"
-    deep = chosen == "deep_gemm" and rows <= DEEP_ROWS and outputs >= DEEP_WIDTH
+    deep = chosen == "deep_gemm" and rows <= deep_rows() and outputs >= DEEP_WIDTH
     return "deep_gemm" if deep else "torch"
+
+
+def deep_rows() -> int:
+    """Up to so many rows DeepGEMM may run, where the number of rows decides."""
+    return tuning.value("bf16_gemm.deep_rows", DEEP_ROWS)
 
 
 def by_rows() -> bool:

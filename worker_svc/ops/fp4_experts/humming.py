@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.ops import invariant, quant_fp4, registry
 from worker_svc.ops.expert_sort import Sorted, allocate, sort_slots
 from worker_svc.ops.fp4_experts import Activation, ExpertPlan, PackedExperts, row_scales, wgmma
@@ -65,12 +66,12 @@ class HummingExperts:
         self._down = _Product(packed.w2, packed.w2_scale, activation)
         self._plans: dict[tuple[int, int, bool], ExpertPlan] = {}
         self._large = self._up.readable and self._down.readable and registry.backend("large_experts") == "nvrtc"
-        self.own_from = MANY_ROWS
+        self.own_from: int | None = None  # average rows of an expert; None: as measured
 
     def plan(self, tokens: int, k: int) -> ExpertPlan:
         """See the door. Both products share the sort, so they must share its block size."""
         exact = invariant.on()
-        if self._large and tokens * k >= self.own_from * self.experts and not exact:
+        if self._large and not exact and tokens * k >= self._many_rows() * self.experts:
             return ExpertPlan(tokens, wgmma.SORT_BLOCK, LARGE, LARGE)
         if (tokens, k, exact) not in self._plans:
             up, down = (product.tile(tokens, k, self.activation, exact) for product in (self._up, self._down))
@@ -79,6 +80,9 @@ class HummingExperts:
             tiles = up["block_shape"][0], json.dumps(up), json.dumps(down)
             self._plans[tokens, k, exact] = ExpertPlan(tokens, *tiles, exact)
         return self._plans[tokens, k, exact]
+
+    def _many_rows(self) -> int:
+        return tuning.value("fp4_experts.many_rows", MANY_ROWS) if self.own_from is None else self.own_from
 
     def prepare(self, steps: Iterable[int], k: int) -> int:
         """Compile what steps of these many tokens need, on all cores; how many kernels those are."""

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.ops import invariant, registry
 from worker_svc.ops.fp8_gemm import ref
 from worker_svc.ops.skinny_gemm import MAX_ROWS
@@ -67,7 +68,8 @@ def _backend(codes: Tensor) -> str:
         return chosen
     if chosen == "triton":
         return chosen if rows <= MAX_ROWS else "torch"
-    return "triton" if chosen == "deep_gemm" and rows <= SKINNY_ROWS else chosen
+    few = rows <= tuning.value("fp8_gemm.skinny_rows", SKINNY_ROWS)
+    return "triton" if chosen == "deep_gemm" and few else chosen
 
 
 def empty_groups(rows: int, groups: int, width: int, device: torch.device) -> Fp8Rows:

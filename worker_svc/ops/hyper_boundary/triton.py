@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.ops import invariant
 from worker_svc.ops.hyper_boundary.collapse import collapse_norm, mixing_weights
 from worker_svc.ops.hyper_boundary.mix import mix_few, mix_many
@@ -56,7 +57,33 @@ def split(tokens: int, width: int) -> Split:
     In deterministic mode (`ops.invariant`) the cut of a middling step serves all: parts are what sums are made of.
     """
     if invariant.on():
-        tokens = GRAM_TOKENS + 1
+        return built_in_split(GRAM_TOKENS + 1, width)
+    cut = tuning.value(split_name(tokens), None)
+    return built_in_split(tokens, width) if cut is None else split_of(cut, tokens, width)
+
+
+def split_name(tokens: int) -> str:
+    """The choice (see `tuning.choices`) that cuts a boundary of so many tokens."""
+    if tokens <= GRAM_TOKENS:
+        return "hyper_boundary.split_16" if tokens <= 16 else "hyper_boundary.split_64"
+    return "hyper_boundary.split_1024" if tokens <= 1024 else "hyper_boundary.split_more"
+
+
+def split_of(cut: tuple[int, ...], tokens: int, width: int) -> Split:
+    """A measured cut: tokens, channels and warps of a tile up to GRAM_TOKENS; above, the most parts behind the
+    channels, and stages and registers behind the warps. The built-in one where its tiles do not divide the width."""
+    if width % cut[1]:
+        return built_in_split(tokens, width)
+    if len(cut) == 3:
+        rows, channels, warps = cut
+        return Split(rows, channels, 1, -(-width // channels), warps)
+    rows, channels, parts, warps, stages, registers = cut
+    tiles = -(-width // (channels * parts))
+    return Split(rows, channels, tiles, -(-width // (channels * tiles)), warps, stages, registers)
+
+
+def built_in_split(tokens: int, width: int) -> Split:
+    """What an H200 liked best."""
     if tokens <= GRAM_TOKENS:
         channels = min(64 if tokens <= 16 else 128, width)
         return Split(16, channels, 1, -(-width // channels), 4)

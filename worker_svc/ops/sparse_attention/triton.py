@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc import tuning
 from worker_svc.ops import invariant, kv_rows
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
@@ -268,8 +269,18 @@ def _join_in_order(part, lse, sink, out, heads, splits, HEADS: tl.constexpr):
 
 
 def tile_for(tokens: int, heads: int) -> Tile:
-    """The tile of a launch; models with few heads have smaller ones."""
-    tile = TILE_FEW if tokens <= FEW_TOKENS else TILE_MANY
+    """The built-in tile of a launch; models with few heads have smaller ones."""
+    return _fit(TILE_FEW if tokens <= FEW_TOKENS else TILE_MANY, heads)
+
+
+def tuned_tile(tokens: int, heads: int) -> Tile:
+    """As `tile_for`, with what was measured on this machine: for decode from FP8 rows, where it was."""
+    few = tokens <= tuning.value("sparse_attention.few_tokens", FEW_TOKENS)
+    tile = tuning.value("sparse_attention.tile_few" if few else "sparse_attention.tile_many", None)
+    return _fit((TILE_FEW if few else TILE_MANY) if tile is None else Tile(*tile), heads)
+
+
+def _fit(tile: Tile, heads: int) -> Tile:
     return replace(tile, heads=min(tile.heads, max(16, 1 << (heads - 1).bit_length())))
 
 
@@ -297,10 +308,10 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """q FP16 or BF16 -> FP16 [T, splits, H, 512] outputs of the splits, each normalised, and FP32 [T, splits, H] log2
     of their sums."""
-    tile = tile or tile_for(q.shape[0], q.shape[1])
+    fp8 = window.shape[1] != BF16_PAGE_BYTES
+    tile = tile or (tuned_tile if fp8 and not invariant.on() else tile_for)(q.shape[0], q.shape[1])
     most = window_rows.shape[1] + (0 if entry_rows is None else entry_rows.shape[1])
     splits = splits or num_splits(q.shape[0], q.shape[1], most, tile)
-    fp8 = window.shape[1] != BF16_PAGE_BYTES
     assert entries is None or entries.stride(0) == window.stride(0), "both pools have one row format"
     near = (window, window.stride(0), window_rows, window_len)
     if entries is None or entry_rows is None or entry_len is None:
