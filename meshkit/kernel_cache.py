@@ -19,6 +19,7 @@ VARIABLES: Mapping[str, str] = {  # what each package reads -> its folder under 
     "CUDA_CACHE_PATH": "driver",
 }
 MANIFEST = "manifest.json"
+TUNED = "tuned.json"  # measured choices, if `v4mesh precache --tune` ran
 MOST_BYTES = 16 << 30
 MOST_FILES = 200_000
 

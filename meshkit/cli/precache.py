@@ -26,6 +26,7 @@ from meshkit.kernel_cache import CacheFileError, pack, unpack
 @click.option("--step-tokens", default=8192, type=click.IntRange(16), help="Most tokens in one step when served.")
 @click.option("--context", default=0, type=click.IntRange(0), help="Longest context when served; 0 = the model's.")
 @click.option("--deterministic", is_flag=True, help="Compile the kernels of deterministic mode too.")
+@click.option("--tune", is_flag=True, help="Then time on this GPU what can be chosen, and keep what wins.")
 @click.option("--pack", "packed", metavar="FILE", help="Afterwards write the cache to this .tar.gz.")
 @click.option("--unpack", "archive", metavar="FILE", help="Take the cache from such a file; compile nothing.")
 @click.option("--check", is_flag=True, help="Only say whether the cache covers this machine and model.")
@@ -41,16 +42,19 @@ def precache(
     step_tokens: int,
     context: int,
     deterministic: bool,
+    tune: bool,
     packed: str | None,
     archive: str | None,
     check: bool,
 ) -> int:
-    """Compile the GPU kernels of MODEL for this machine. Exit 9 if the cache does not cover it afterwards."""
-    if archive and (packed or check):
+    """Compile the GPU kernels of MODEL for this machine, and tune them. Exit 9 if the cache does not cover it then."""
+    if archive and (packed or check or tune):
         raise click.UsageError("--unpack stands alone")
+    if check and tune:
+        raise click.UsageError("--check compiles and tunes nothing")
     line = ["--model", str(find_model(model)), "--slots", str(slots), "--step-tokens", str(step_tokens)]
     line += ["--context", str(context), *(["--cache", cache_dir] if cache_dir else [])]
-    line += ["--deterministic"] * deterministic
+    line += [*["--deterministic"] * deterministic, *["--tune"] * tune]
     found, status = _worker([*line, "--where"] if archive or check else line)
     root = Path(found["root"])
     try:
@@ -67,7 +71,11 @@ def precache(
     for name in ("seconds", "compiled", "kernels"):
         if name in found:
             screen.result(f"{name:10} {found[name]}")
+    for choice in found.get("choices", ()):
+        screen.result(choice)
     screen.result(f"{'cache':10} {root}")
+    if "tuned" in found:
+        screen.result(f"{'tuned':10} {found['tuned']}")
     screen.result(f"{'verdict':10} {found.get('problem') or 'covers this machine and model'}")
     return status
 

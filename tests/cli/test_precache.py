@@ -9,7 +9,7 @@ import pytest
 from meshkit.cli import precache
 from meshkit.cli.main import main
 from meshkit.exit_codes import Exit
-from meshkit.kernel_cache import MANIFEST
+from meshkit.kernel_cache import MANIFEST, TUNED
 
 
 @pytest.fixture
@@ -21,7 +21,11 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         lines.append(line[3:])
         root.mkdir(exist_ok=True)
-        found = {"root": str(root)}
+        found = {"root": str(root), "tuned": "nothing: run `v4mesh precache MODEL --tune`"}
+        if "--tune" in line:
+            choices = ["fp8_gemm.skinny_rows: 8 42, 16 30 us -> 16 (1.40 x as fast)"]
+            found |= {"choices": choices, "tuned": "1 of 12 choices tuned, 2026-11-30"}
+            (root / TUNED).write_text("{}")
         if "--where" not in line:
             (root / MANIFEST).write_text("{}")
             found |= {"seconds": 1.5, "compiled": 3, "kernels": 3}
@@ -44,6 +48,23 @@ def test_compile_pack_and_unpack(worker: list[list[str]], tmp_path: Path, capsys
     (tmp_path / "root" / MANIFEST).unlink()
     assert main(["precache", "--unpack", archive, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["root"] == str(tmp_path / "root")
+
+
+def test_tuning_is_told_choice_by_choice_and_travels_with_the_cache(
+    worker: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    archive = str(tmp_path / "cache.tar.gz")
+    assert main(["precache", "--tune", "--pack", archive]) == 0
+    out = capsys.readouterr().out
+    assert "fp8_gemm.skinny_rows: 8 42, 16 30 us -> 16 (1.40 x as fast)" in out
+    assert "tuned      1 of 12 choices tuned, 2026-11-30" in out and "--tune" in worker[-1]
+    (tmp_path / "root" / TUNED).unlink()
+    assert main(["precache", "--unpack", archive]) == 0 and (tmp_path / "root" / TUNED).exists()
+    assert main(["precache", "--check"]) == 0
+    assert "tuned      nothing: run `v4mesh precache MODEL --tune`" in capsys.readouterr().out
+    assert "--tune" not in worker[-1]
+    assert main(["precache", "--check", "--tune"]) == Exit.USAGE
+    assert main(["precache", "--unpack", archive, "--tune"]) == Exit.USAGE
 
 
 @pytest.mark.usefixtures("worker")

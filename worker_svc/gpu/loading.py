@@ -11,9 +11,11 @@ from typing import Final
 import torch
 
 from meshkit.errors import GpuError, MemoryShort
+from meshkit.kernel_cache import TUNED
 from meshkit.memory_plan import Shape, plan
 from meshkit.models import resolve_model, served_name
 from meshkit.types import PAGE_TOKENS, ModelInfo
+from worker_svc import tuning
 from worker_svc.checkpoint.errors import NumericsError
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics, choose_numerics
@@ -33,6 +35,7 @@ from worker_svc.loaded import Loaded
 from worker_svc.loading import LoadProgress
 from worker_svc.ops import invariant, registry
 from worker_svc.sampling import VocabRules
+from worker_svc.tuning.file import REMEDY, TunedFileError, usable
 
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
@@ -151,8 +154,30 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
     lacking = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     if lacking and not config.jit:
         raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
-    log.info("kernels: %s%s", root, f"; {lacking}, so they compile now" if lacking else "")
+    tuned = use_tuned(config, root, machine.key, digest)
+    log.info("kernels: %s; %s%s", root, tuned, f"; {lacking}, so they compile now" if lacking else "")
     return not lacking
+
+
+def use_tuned(config: WorkerConfig, root: Path, machine: str, model: str) -> str:
+    """Put the measured choices of a kernel cache for this machine and model into use; in words, how many.
+
+    A pin leaves alone the choices that it is part of, and a cache of BF16 rows those that were timed on FP8 rows.
+    """
+    tuning.use({})
+    try:
+        tuned = usable(root, machine, model)
+    except TunedFileError as error:
+        log.warning("%s is not used: %s; %s", root / TUNED, error, REMEDY)
+        return "no choice tuned"
+    if tuned is None:
+        return "no choice tuned"
+    if config.deterministic:
+        return "no choice tuned (deterministic mode)"
+    pinned = {op for op in registry.OPS if registry.pinned(op)}
+    values = tuned.without(pinned | ({"sparse_attention"} if config.kv_cache_dtype == "bf16" else set()))
+    tuning.use(values)
+    return f"{len(values)} of {len(tuned.choices)} choices tuned"
 
 
 def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:

@@ -1,26 +1,31 @@
 """`python -m worker_svc.precache`: compile all kernels of a model for this GPU into the cache, and write its manifest.
 
 The last line of stdout is a JSON object; what happens meanwhile goes to stderr. `--where` prints the cache's folder
-and whether it covers this machine and model, and compiles nothing.
+and whether it covers this machine and model, and compiles nothing. `--tune` also times the choices of
+`worker_svc.tuning` on this GPU: a line for each, and `tuned.json` beside the manifest.
 """
 # mypy: disallow-untyped-calls=False
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshkit.command import option, service_main
 from meshkit.config import Loaded
+from meshkit.kernel_cache import TUNED
 from meshkit.models import resolve_model
 from meshkit.obs import setup_logging
 from meshkit.types import PAGE_TOKENS
+from worker_svc import tuning
 from worker_svc.kernel_cache import (
     CompileWatch,
     Machine,
@@ -31,6 +36,7 @@ from worker_svc.kernel_cache import (
     shape_digest,
     this_machine,
 )
+from worker_svc.tuning.file import REMEDY, Tuned, TunedFileError, usable
 
 if TYPE_CHECKING:
     from worker_svc.checkpoint.config import V4Config
@@ -49,6 +55,7 @@ class PrecacheConfig:
     step_tokens: int = option(8192, "Most tokens in one step when served.")
     context: int = option(0, "Longest context when served, 0 = the model's.")
     deterministic: bool = option(False, "Compile the kernels of deterministic mode too.")
+    tune: bool = option(False, "Time what can be chosen on this GPU, and keep what wins.")
     where: bool = option(False, "Only say where the cache is and whether it fits.")
 
 
@@ -60,9 +67,25 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
     digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
     found: dict[str, Any] = {"root": str(root), "machine": machine.key}
     if not config.where:
-        found |= _compile(config, folder, root, machine, digest)
+        known, _ = tuned_of(root, machine, digest)
+        with tuning.trial({} if known is None or config.tune else known.changed):
+            found |= _compile(config, folder, root, machine, digest)
+        if config.tune:
+            found |= _tune(config, folder, root, machine, digest)
+    _, said = tuned_of(root, machine, digest)
     problem = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
-    return found | ({"problem": problem} if problem else {})
+    return found | {"tuned": said} | ({"problem": problem} if problem else {})
+
+
+def tuned_of(root: Path, machine: Machine, digest: str) -> tuple[Tuned | None, str]:
+    """What is tuned in a cache for this machine and model, and the same in words."""
+    try:
+        tuned = usable(root, machine.key, digest)
+    except TunedFileError as error:
+        return None, f"{TUNED} is not used: {error}; {REMEDY}"
+    if tuned is None:
+        return None, f"nothing: {REMEDY}"
+    return tuned, f"{tuned.describe()}, {tuned.date}"
 
 
 def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
@@ -96,6 +119,47 @@ def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine,
         deterministic=config.deterministic or kept,
     ).write(root)
     return {"seconds": round(seconds, 1), "compiled": compiled, "kernels": before + compiled, "failures": failures}
+
+
+def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
+    """Time all choices over drawn weights; keep the values, and the kernels that a worker runs with them."""
+    from worker_svc.checkpoint.config import V4Config
+    from worker_svc.gpu.loading import gpu
+    from worker_svc.gpu.weights import WeightLoader
+    from worker_svc.precache.hollow import HollowSource, one_of_each
+    from worker_svc.tuning import timing
+    from worker_svc.tuning.cases import Cases
+    from worker_svc.tuning.tuner import tune
+
+    began, lines = time.perf_counter(), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    whole, device = V4Config.load(folder), gpu()
+    cut = one_of_each(whole)
+    sizes = {"most": config.step_tokens + config.slots, "slots": config.slots, "context": _context(config, whole)}
+    weights = WeightLoader(HollowSource(cut, device, drawn=True), device).model()
+    choices = tune(Cases(weights, cut, whole, device, **sizes), timing.cuda_timer, say)
+    del weights
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    tuned = Tuned(machine=machine.key, model=digest, date=date, choices=choices)
+    tuned.write(root)
+    log.info("tuning: %s in %.1f s", tuned.describe(), time.perf_counter() - began)
+    found: dict[str, Any] = {"choices": lines, "tune_seconds": round(time.perf_counter() - began, 1)}
+    if not tuned.changed:
+        return found
+    before = read_manifest(root)
+    with tuning.trial(tuned.changed):  # the manifest's word on deterministic mode stays: that takes no tuned values
+        again = _compile(dataclasses.replace(config, deterministic=False), folder, root, machine, digest)
+    if again["failures"] and before is not None:
+        log.error("the tuned values do not run: %s; %s is removed", "; ".join(again["failures"]), TUNED)
+        (root / TUNED).unlink()
+        before.write(root)
+        return found
+    return found | {"kernels": again["kernels"]}
 
 
 def _run_all(executor: GpuExecutor, config: PrecacheConfig, *, covered: bool) -> list[str]:
@@ -140,7 +204,7 @@ def _executor(whole: V4Config, config: PrecacheConfig) -> GpuExecutor:
 
     check_shapes(whole)
     device, cut = gpu(), one_of_each(whole)
-    context = min(config.context or whole.max_position_embeddings, whole.max_position_embeddings)
+    context = _context(config, whole)
     numerics = choose_numerics("fp4", quantization="fp4", kv_cache_dtype="auto", indexer_dtype="fp8")
     layout = KvLayout(config=cut, numerics=numerics, max_verify=MAX_VERIFY)
     pages = -(-context // PAGE_TOKENS) + config.step_tokens // PAGE_TOKENS + 1
@@ -158,6 +222,10 @@ def _executor(whole: V4Config, config: PrecacheConfig) -> GpuExecutor:
     model = Transformer(weights, cut, pools, max_context=context, max_tokens=config.step_tokens + config.slots)
     rules = VocabRules(vocab_size=cut.vocab_size, eos_ids=(cut.eos_token_id,))
     return GpuExecutor(model=model, pools=pools, info=info, rules=rules, max_rows=config.slots)
+
+
+def _context(config: PrecacheConfig, whole: V4Config) -> int:
+    return min(config.context or whole.max_position_embeddings, whole.max_position_embeddings)
 
 
 def _run(loaded: Loaded[PrecacheConfig]) -> int:

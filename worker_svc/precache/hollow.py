@@ -1,6 +1,7 @@
 """A checkpoint of zeros: the shapes and formats of a model, for compiling its kernels without its weights.
 
-Layers repeat, so one of each kind is enough; which expert a zero router picks does not matter.
+Layers repeat, so one of each kind is enough; which expert a zero router picks does not matter. For timing kernels the
+numbers are drawn instead: a GPU multiplies zeros with less power, and so at other clocks.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ def one_of_each(config: V4Config) -> V4Config:
 
 
 class HollowSource:
-    """Implements the loader's `WeightSource`."""
+    """Implements the loader's `WeightSource`. drawn: random numbers, not zeros; scales are one in either case."""
 
-    def __init__(self, config: V4Config, device: torch.device) -> None:
+    def __init__(self, config: V4Config, device: torch.device, *, drawn: bool = False) -> None:
         self.config, self.device = config, device
+        self._draw = torch.Generator(device).manual_seed(0) if drawn else None
         self.expert_format: ExpertFormat = "fp4"
         self._specs = {spec.name: spec for spec in names.weights(config, "fp4")}
 
@@ -43,11 +45,14 @@ class HollowSource:
         spec = self._specs[name]
         if spec.kind == "fp8":
             rows, columns = spec.shape
-            codes = torch.zeros(rows, columns, dtype=torch.uint8, device=self.device).view(torch.float8_e4m3fn)
+            codes = self._numbers(rows, columns).to(torch.float8_e4m3fn)
             return Fp8Weight(codes, self._bytes((-(-rows // 128), -(-columns // 128)), _ONE))
         if spec.kind == "fp4":
             return self._fp4(spec.shape)
-        return torch.zeros(spec.shape, dtype=_DTYPES[spec.dtype], device=self.device)
+        dtype = _DTYPES[spec.dtype]
+        if not dtype.is_floating_point:
+            return torch.zeros(spec.shape, dtype=dtype, device=self.device)
+        return self._numbers(*spec.shape).to(dtype)
 
     def experts(self, layer: int, name: str) -> Fp4Weight:
         """All experts of a layer."""
@@ -55,9 +60,16 @@ class HollowSource:
         return self._fp4((self.config.n_routed_experts, *spec.shape))
 
     def _fp4(self, shape: tuple[int, ...]) -> Fp4Weight:
-        return Fp4Weight(
-            self._bytes((*shape[:-1], shape[-1] // 2), 0), self._bytes((*shape[:-1], shape[-1] // 32), _ONE)
-        )
+        packed = (*shape[:-1], shape[-1] // 2)
+        codes = self._bytes(packed, 0)
+        if self._draw is not None:
+            codes.random_(0, 256, generator=self._draw)
+        return Fp4Weight(codes, self._bytes((*shape[:-1], shape[-1] // 32), _ONE))
+
+    def _numbers(self, *shape: int) -> Tensor:
+        if self._draw is None:
+            return torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        return torch.randn(shape, dtype=torch.bfloat16, generator=self._draw, device=self.device)
 
     def _bytes(self, shape: tuple[int, ...], value: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.uint8, device=self.device)

@@ -1,6 +1,7 @@
 """The kernel cache: keys, manifests, the watch on compiles, archives; and precache over hollow weights on the CPU."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -13,7 +14,7 @@ from meshkit import kernel_cache as files
 from meshkit.errors import GpuError, MemoryShort
 from meshkit.kernel_cache import CacheFileError
 from meshkit.models import DEFAULT_MODEL
-from worker_svc import kernel_cache
+from worker_svc import kernel_cache, tuning
 from worker_svc.checkpoint.config import V4Config
 from worker_svc.config import WorkerConfig
 from worker_svc.gpu import ahead, loading, self_check
@@ -21,6 +22,8 @@ from worker_svc.kernel_cache import CompileWatch, Machine, Manifest
 from worker_svc.ops import invariant, registry
 from worker_svc.precache import __main__ as command
 from worker_svc.precache.hollow import HollowSource, one_of_each
+from worker_svc.tuning import timing, tuner
+from worker_svc.tuning.file import TunedChoice, read_tuned
 
 H200 = Machine("NVIDIA H200", 90, "13.0", "3.12.3", {"torch": "2.11.0+cu130", "triton": "3.6.0"})
 
@@ -153,6 +156,77 @@ def test_precache_runs_what_a_worker_runs_and_writes_its_manifest(tmp_path, monk
     assert command.main(line) == 0 and not invariant.on()
     kept = kernel_cache.read_manifest(tmp_path / report["machine"])
     assert kept is not None and kept.deterministic and kept.failures == ()
+
+
+def test_tuning_keeps_what_wins_and_a_worker_takes_it(tmp_path, monkeypatch, capsys, request):
+    """A clock that says when our FP8 product of few rows runs: twice as fast. Everything else takes equally long."""
+    pytest.importorskip("triton")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    request.addfinalizer(lambda: tuning.use({}))
+    compiled_with = []
+
+    def clock(calls):
+        calls[0]()
+        micros = 10.0 if tuning.value("fp8_gemm.skinny_rows", 8) == 64 else 20.0
+        return lambda: micros
+
+    monkeypatch.setattr(timing, "cuda_timer", clock)
+    monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(registry, "backend", functools.cache(lambda op: registry.OPS[op][0]))
+    monkeypatch.setattr(command, "_run_all", lambda *args, **kw: compiled_with.append(tuning.in_use()) or [])
+    for name in files.VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "20"]
+    line += ["--context", "512"]
+    assert command.main(line) == 0
+    assert "run `v4mesh precache MODEL --tune`" in json.loads(capsys.readouterr().out.splitlines()[-1])["tuned"]
+    assert command.main([*line, "--tune"]) == 0
+    *said, last = capsys.readouterr().out.splitlines()
+    report = json.loads(last)
+    assert report["choices"] == said and report["tuned"].startswith("1 of 7 choices tuned, 20")
+    (won,) = [one for one in said if one.startswith("fp8_gemm.skinny_rows: 8 ")]
+    assert won.endswith(" us -> 16 (2.00 x as fast)"), "24 rows are more than a step of this model has"
+    assert "hyper_boundary.split_1024: not timed, no step of this model has such a size" in said
+    tuned = read_tuned(tmp_path / report["machine"])
+    assert tuned is not None and tuned.changed == {"fp8_gemm.skinny_rows": 16}
+    micros = tuned.choices["fp8_gemm.skinny_rows"].micros
+    assert set(micros["few"].values()) == {10.0} and set(micros["many"].values()) == {20.0}
+    assert compiled_with == [{}, {}, tuned.changed] and tuning.in_use() == {}
+    assert command.main([*line, "--where"]) == 0 and command.main(line) == 0
+    assert compiled_with[3] == tuned.changed, "what is compiled later is what a worker will run"
+    monkeypatch.undo()
+    for name in files.VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    capsys.readouterr()
+    loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path)), DEFAULT_MODEL)
+    assert "; 1 of 7 choices tuned" in capsys.readouterr().err and tuning.in_use() == tuned.changed
+    loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path), jit_recompile=True), DEFAULT_MODEL)
+    assert tuning.in_use() == {}
+
+
+def test_values_whose_kernels_do_not_run_are_dropped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tuner, "tune", lambda *args: {"fp8_gemm.skinny_rows": TunedChoice(64, 8, 1.2)})
+    monkeypatch.setattr(loading, "gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(command, "_run_all", lambda *args, **kw: ["decode: it broke"] if tuning.in_use() else [])
+    for name in files.VARIABLES:
+        monkeypatch.setenv(name, str(tmp_path / name))
+    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "16"]
+    assert command.main([*line, "--context", "512", "--tune"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    root = tmp_path / report["machine"]
+    assert read_tuned(root) is None and report["tuned"].startswith("nothing")
+    manifest = kernel_cache.read_manifest(root)
+    assert manifest is not None and manifest.failures == ()
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_hollow_numbers_are_zeros_or_drawn_and_never_nan(drawn):
+    source = HollowSource(one_of_each(V4Config.load(DEFAULT_MODEL)), torch.device("cpu"), drawn=drawn)
+    codes = source["layers.0.attn.wq_a"].data.float()
+    assert codes.isfinite().all() and bool(codes.any()) == drawn
+    assert bool(source.experts(1, "w1").packed.any()) == drawn and bool(source["head"].any()) == drawn
 
 
 def test_a_worker_prepares_its_cache_and_refuses_what_it_cannot_keep(tmp_path, monkeypatch):
