@@ -9,6 +9,7 @@ and whether it covers this machine and model, and compiles nothing. `--tune` als
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import sys
@@ -138,6 +139,7 @@ def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, di
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
+    gc.collect()  # what was compiled with; then its memory goes back
     whole, device = V4Config.load(folder), gpu()
     cut = one_of_each(whole)
     sizes = {"most": config.step_tokens + config.slots, "slots": config.slots, "context": _context(config, whole)}

@@ -73,14 +73,18 @@ class Cases:
         self._room = 2 * torch.cuda.get_device_properties(device).L2_cache_size if cuda else 0
 
     def of(self, name: str, sizes: Sequence[int]) -> Iterator[Case]:
-        """Cases of a choice at those of its sizes that this model's steps have."""
-        op = name.partition(".")[0]
+        """Cases of a choice at those of its sizes that this model's steps have.
+
+        Our products of few rows only up to the largest decode step: above, nothing compiles them before they are met.
+        """
+        op, _, what = name.partition(".")
+        few = self.slots if what == "skinny_rows" else self.most
         if op == "hyper_boundary":
             yield from self._boundaries([size for size in sizes if size <= self.most])
         elif op == "fp8_gemm":
-            yield from self._fp8([size for size in sizes if size <= self.most])
+            yield from self._fp8([size for size in sizes if size <= few])
         elif op == "bf16_gemm":
-            yield from self._bf16([size for size in sizes if size <= self.most], wide=name.endswith("deep_rows"))
+            yield from self._bf16([size for size in sizes if size <= few], wide=what == "deep_rows")
         elif op == "fp4_experts":
             yield from self._experts(sizes)
         else:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from worker_svc.ops.bf16_gemm import SKINNY_ROWS as BF16_SKINNY_ROWS
 from worker_svc.ops.fp8_gemm import SKINNY_ROWS as FP8_SKINNY_ROWS
 from worker_svc.tuning import Value
 from worker_svc.tuning.cases import Case, Cases
-from worker_svc.tuning.choices import CHOICES, Cut
+from worker_svc.tuning.choices import CHOICES, Cut, Options
 from worker_svc.tuning.chooser import LOST, Point, Times, Verdict, by_cut, choose, total
 from worker_svc.tuning.file import TunedChoice
 from worker_svc.tuning.timing import Timer, race
@@ -131,21 +131,44 @@ def builtin_value(name: str) -> Value:
 
 
 def _tune_one(name: str, cases: Cases, timer: Timer) -> Found | None:
-    choice, builtin = CHOICES[name], builtin_value(name)
-    found = cases.of(name, choice.sizes())
+    """A winner has to win twice: a second time against the built-in value alone, at the sizes that it changes."""
+    builtin, choice = builtin_value(name), CHOICES[name]
+    first = _timed(name, choice, builtin, cases.of(name, choice.sizes()), timer)
+    won = first.verdict.value
+    if not first.times[builtin]:
+        return None
+    if won != builtin:
+        sizes = sorted({point.size for point in first.times[won]})
+        second = _timed(name, _between(choice, builtin, won), builtin, cases.of(name, sizes), timer)
+        if second.verdict.value != won:
+            log.info("%s: %s won once and not again", name, shown(won))
+        first.verdict = second.verdict
+    return first
+
+
+def _between(choice: Cut | Options, builtin: Value, other: Value) -> Cut | Options:
+    """The same choice with two candidates."""
+    if isinstance(choice, Cut):
+        assert isinstance(builtin, int) and isinstance(other, int)
+        return replace(choice, candidates=(builtin, other))
+    assert isinstance(builtin, tuple) and isinstance(other, tuple)
+    return replace(choice, candidates=(builtin, other))
+
+
+def _timed(name: str, choice: Cut | Options, builtin: Value, cases: Iterator[Case], timer: Timer) -> Found:
     if isinstance(choice, Cut):
         assert isinstance(builtin, int), builtin
-        timed = _timed_cut(name, choice, builtin, found, timer)
+        timed = _timed_cut(name, choice, builtin, cases, timer)
         times = by_cut(choice, builtin, timed["few"], timed["many"])
     else:
         values = [builtin, *(value for value in choice.candidates if value != builtin)]
         variants = {shown(value): {name: value} for value in values}
         timed = {label: {} for label in variants}
-        for case in _told_of(found):
+        for case in _told_of(cases):
             for label, micros in race(variants, case.calls, case.result, timer).items():
                 timed[label][case.point] = micros
         times = dict(zip(values, timed.values()))
-    return Found(name, builtin, choose(builtin, times), times, timed) if times[builtin] else None
+    return Found(name, builtin, choose(builtin, times), times, timed)
 
 
 def _timed_cut(
@@ -174,7 +197,7 @@ def _told_of(cases: Iterator[Case]) -> Iterator[Case]:
 
 def _lacking(name: str) -> str:
     """Why a choice is none on this machine; empty if it is one."""
-    needs = NEEDS.get(name) or NEEDS[name.partition(".")[0]]
+    needs = NEEDS[name] if name in NEEDS else NEEDS[name.partition(".")[0]]
     others = [f"{op} runs on {registry.backend(op)}" for op, wanted in needs.items() if registry.backend(op) != wanted]
     return " and ".join(others)
 

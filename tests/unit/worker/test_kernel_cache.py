@@ -178,14 +178,14 @@ def test_tuning_keeps_what_wins_and_a_worker_takes_it(tmp_path, monkeypatch, cap
     monkeypatch.setattr(command, "_run_all", lambda *args, **kw: compiled_with.append(tuning.in_use()) or [])
     for name in files.VARIABLES:
         monkeypatch.setenv(name, str(tmp_path / name))
-    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "2", "--step-tokens", "20"]
+    line = ["--model", str(DEFAULT_MODEL), "--cache", str(tmp_path), "--slots", "20", "--step-tokens", "20"]
     line += ["--context", "512"]
     assert command.main(line) == 0
     assert "run `v4mesh precache MODEL --tune`" in json.loads(capsys.readouterr().out.splitlines()[-1])["tuned"]
     assert command.main([*line, "--tune"]) == 0
     *said, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
-    assert report["choices"] == said and report["tuned"].startswith("1 of 7 choices tuned, 20")
+    assert report["choices"] == said and report["tuned"].startswith("1 of 9 choices tuned, 20")
     (won,) = [one for one in said if one.startswith("fp8_gemm.skinny_rows: 8 ")]
     assert won.endswith(" us -> 16 (2.00 x as fast)"), "24 rows are more than a step of this model has"
     assert "hyper_boundary.split_1024: not timed, no step of this model has such a size" in said
@@ -201,7 +201,7 @@ def test_tuning_keeps_what_wins_and_a_worker_takes_it(tmp_path, monkeypatch, cap
         monkeypatch.setenv(name, str(tmp_path / name))
     capsys.readouterr()
     loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path)), DEFAULT_MODEL)
-    assert "; 1 of 7 choices tuned" in capsys.readouterr().err and tuning.in_use() == tuned.changed
+    assert "; 1 of 9 choices tuned" in capsys.readouterr().err and tuning.in_use() == tuned.changed
     loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path), jit_recompile=True), DEFAULT_MODEL)
     assert tuning.in_use() == {}
 

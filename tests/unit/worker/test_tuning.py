@@ -16,6 +16,7 @@ from worker_svc.gpu import loading
 from worker_svc.gpu.step import JOINED_ROWS, joined
 from worker_svc.ops import bf16_gemm, fp8_gemm, invariant, registry
 from worker_svc.tuning import timing, tuner
+from worker_svc.tuning.cases import Case
 from worker_svc.tuning.choices import CHOICES, Cut, Options
 from worker_svc.tuning.chooser import LOST, Point, Verdict, by_cut, choose
 from worker_svc.tuning.file import Tuned, TunedChoice, TunedFileError, read_tuned, usable
@@ -279,3 +280,63 @@ def test_experts_take_their_own_product_from_the_value_on(monkeypatch):
     monkeypatch.setattr(invariant, "_on", False)
     experts.own_from = 0
     assert experts.plan(1, 2).up == humming.LARGE, "a benchmark's word comes first"
+
+
+class _Cases:
+    """Cases whose calls do nothing, for a clock that knows what is in force."""
+
+    def of(self, name, sizes):
+        for size in sizes:
+            yield Case(Point(size, "x"), [lambda: None], lambda: torch.ones(1))
+
+
+def _tuned_with(monkeypatch, name, micros):
+    """What one choice comes to with `micros(values in force, runs so far)`."""
+    monkeypatch.setattr(tuner, "CHOICES", {name: CHOICES[name]})
+    monkeypatch.setattr(tuner, "NEEDS", {name: {}})
+    runs, said = [0], []
+
+    def clock(calls):
+        forced = tuning.value(name, None)
+
+        def run():
+            runs[0] += 1
+            return micros(forced, runs[0])
+
+        return run
+
+    return tuner.tune(_Cases(), clock, said.append), said
+
+
+def test_what_won_once_has_to_win_again(monkeypatch):
+    name = "fp8_gemm.skinny_rows"
+    lucky = 2 * len(CHOICES[name].sizes()) * timing.ROUNDS
+    found, said = _tuned_with(monkeypatch, name, lambda forced, n: 20.0 if forced == 0 or n > lucky else 10.0)
+    assert not found[name].changed and said[0].endswith("-> 8 (built in)")
+    found, said = _tuned_with(monkeypatch, name, lambda forced, n: 20.0 if forced == 0 else 10.0)
+    assert found[name].value == 64 and said[0].endswith("-> 64 (2.00 x as fast)")
+    assert tuning.in_use() == {}
+
+
+def test_a_shape_that_wins_is_told_with_its_numbers_and_losers_have_none(monkeypatch):
+    def micros(forced, _):
+        if forced == (16, 64, 8):
+            raise RuntimeError("too many registers")
+        return 8.0 if forced == (16, 128, 4) else 10.0
+
+    found, said = _tuned_with(monkeypatch, "hyper_boundary.split_16", micros)
+    choice = found["hyper_boundary.split_16"]
+    assert choice.value == (16, 128, 4) and choice.gain == 1.25
+    assert choice.micros["16/64/8"] == {"1 x": None, "8 x": None, "16 x": None}
+    assert said == [
+        "hyper_boundary.split_16: 16/64/4 30, 16/64/2 30, 16/64/8 lost, 16/128/4 24, 16/128/8 30 us"
+        " -> 16/128/4 (1.25 x as fast)"
+    ]
+
+
+def test_what_is_not_there_is_not_timed(monkeypatch):
+    said = []
+    monkeypatch.setattr(tuner, "CHOICES", {"fp4_experts.many_rows": CHOICES["fp4_experts.many_rows"]})
+    monkeypatch.setattr(registry, "backend", lambda op: "torch")
+    assert tuner.tune(_Cases(), timing.cuda_timer, said.append) == {}
+    assert said == ["fp4_experts.many_rows: not timed, experts runs on torch and large_experts runs on torch"]
