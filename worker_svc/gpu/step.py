@@ -26,7 +26,7 @@ from worker_svc.ops.step_lists import ChunkLists, DecodeLists, chunk_lists, deco
 Ints = npt.NDArray[np.int32]
 JOINED_ROWS = 8
 """Up to so many rows attention, inverse rope and quantisation are two launches of ours; above, the library's kernel.
-Deterministic mode never joins them: chunks cannot."""
+Deterministic mode never joins them: chunks cannot. `tuning` measures it anew."""
 
 
 def joined(rows: int, *, on_gpu: bool) -> bool:

@@ -111,7 +111,7 @@ class Cases:
     # Hyper-connections
 
     def _boundaries(self, sizes: Sequence[int]) -> Iterator[Case]:
-        """Both passes, behind attention and behind experts: each twice in a layer of both."""
+        """Both passes, behind attention and behind experts: a layer has one of each."""
         block, layers = self.weights.blocks[0], sum(self.layers.values())
         copies = self._rounds(block.ffn_mixer.both.nbytes, MOST_COPIES)
         mixers = [replace(block.ffn_mixer, both=block.ffn_mixer.both.clone()) for _ in range(copies)]
@@ -258,8 +258,11 @@ class Cases:
         wide, entries = self._listed(attn)
         calls = self._rounds(size * (WINDOW + entries) * kv_rows.ROW_BYTES, MOST_CALLS)
         rows = pools[0].shape[0] * KERNEL_PAGE
-        near = [self._ints(rows, size, WINDOW) for _ in range(calls)]
-        far = [self._entries(rows, size, entries, wide) for _ in range(calls)] if attn.ratio else [None] * calls
+        near = [self._run(rows, size, WINDOW) for _ in range(calls)]
+        far: list[Tensor | None] = [None] * calls
+        if attn.ratio:
+            listed = self._ints if attn.ratio == 4 else self._run  # what an indexer chose lies anywhere
+            far = [_filled(listed(rows, size, entries), wide) for _ in range(calls)]
         near_len, far_len = (torch.full((size,), n, dtype=torch.int32, device=self.device) for n in (WINDOW, entries))
         none, q = torch.zeros_like(far_len), self._bf16_rows(size, heads, HEAD_DIM)
         lengths = {0: (none, none), 4: (far_len, none), 128: (none, far_len)}[attn.ratio]
@@ -288,10 +291,15 @@ class Cases:
         wide = -(-max(1, self.context // 128) // KERNEL_PAGE) * KERNEL_PAGE if attn.ratio else 0
         return wide, min(CONTEXT, self.context) // 128 if attn.ratio else 0
 
-    def _entries(self, rows: int, size: int, count: int, wide: int) -> Tensor:
-        listed = torch.full((size, wide), -1, dtype=torch.int32, device=self.device)
-        listed[:, :count] = self._ints(rows, size, count)
-        return listed
+    def _run(self, rows: int, size: int, count: int) -> Tensor:
+        """Rows one behind the other from some page on, for each token."""
+        first = self._ints(max(1, (rows - count) // KERNEL_PAGE), size, 1) * KERNEL_PAGE
+        return (first + torch.arange(count, dtype=torch.int32, device=self.device)).contiguous()
+
+
+def _filled(rows: Tensor, wide: int) -> Tensor:
+    """A list of `wide` rows, -1 behind those that count."""
+    return torch.nn.functional.pad(rows, (0, wide - rows.shape[1]), value=-1).contiguous()
 
 
 def _routed(experts: Fp4Experts, x: Tensor, scale: Tensor, ids: Tensor, shares: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ def tune(cases: Cases, timer: Timer, say: Callable[[str], None]) -> dict[str, Tu
         if lacking:
             say(f"{name}: not timed, {lacking}")
             continue
+        log.info("tuning %d of %d: %s, the %s", number, len(CHOICES), name, CHOICES[name].what)
         with torch.inference_mode(), tuning.trial(won | dict(BESIDE.get(name, {}))):
             found = _tune_one(name, cases, timer)
         _free(name)
@@ -97,7 +98,7 @@ def tune(cases: Cases, timer: Timer, say: Callable[[str], None]) -> dict[str, Tu
         done[name] = found.choice()
         if done[name].changed:
             won[name] = done[name].value
-        log.info("tuned %d of %d: %s in %.1f s", number, len(CHOICES), name, time.perf_counter() - began)
+        log.info("%s is %s after %.1f s", name, shown(done[name].value), time.perf_counter() - began)
     return done
 
 

@@ -8,15 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshkit.kernel_cache import TUNED
+from meshkit.models import DEFAULT_MODEL
 from worker_svc import tuning
+from worker_svc.checkpoint.config import V4Config
 from worker_svc.config import WorkerConfig
 from worker_svc.gpu import loading
 from worker_svc.gpu.step import JOINED_ROWS, joined
+from worker_svc.gpu.weights import WeightLoader
 from worker_svc.ops import bf16_gemm, fp8_gemm, invariant, registry
+from worker_svc.precache.hollow import HollowSource, one_of_each
 from worker_svc.tuning import timing, tuner
-from worker_svc.tuning.cases import Case
+from worker_svc.tuning.cases import Case, Cases
 from worker_svc.tuning.choices import CHOICES, Cut, Options
 from worker_svc.tuning.chooser import LOST, Point, Verdict, by_cut, choose
 from worker_svc.tuning.file import Tuned, TunedChoice, TunedFileError, read_tuned, usable
@@ -207,6 +213,27 @@ def test_a_file_that_is_no_json_is_refused(tmp_path, data):
     assert loading.use_tuned(WorkerConfig(), tmp_path, "h200", "m") == "no choice tuned"
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(list(CHOICES)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(key=st.sampled_from(["value", "builtin", "gain", "micros"]), name=st.sampled_from(list(CHOICES)), found=JSON)
+def test_no_content_of_a_choice_is_a_crash(tmp_path_factory, key, name, found):
+    folder = tmp_path_factory.getbasetemp()
+    content = {"value": 8, "builtin": 8, "gain": 1.0, "micros": {}} | {key: found}
+    whole = {"schema": 1, "machine": "h200", "model": "m", "date": "", "choices": {name: content}}
+    (folder / TUNED).write_text(json.dumps(whole))
+    try:
+        tuned = usable(folder, "h200", "m")
+    except TunedFileError:
+        return
+    assert tuned is not None and all(CHOICES[name].accepts(choice.value) for name, choice in tuned.choices.items())
+
+
 def test_a_worker_takes_what_neither_a_pin_nor_a_mode_decides(tmp_path):
     joint = TunedChoice(12, 8, 1.1)
     _tuned(choices=dict(_tuned().choices) | {"attention.joined_rows": joint}).write(tmp_path)
@@ -280,6 +307,42 @@ def test_experts_take_their_own_product_from_the_value_on(monkeypatch):
     monkeypatch.setattr(invariant, "_on", False)
     experts.own_from = 0
     assert experts.plan(1, 2).up == humming.LARGE, "a benchmark's word comes first"
+
+
+@pytest.fixture(scope="module")
+def cases():
+    whole, device = V4Config.load(DEFAULT_MODEL), torch.device("cpu")
+    cut = one_of_each(whole)
+    weights = WeightLoader(HollowSource(cut, device, drawn=True), device).model()
+    return Cases(weights, cut, whole, device, most=1100, slots=40, context=4096)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_cases_are_what_a_step_of_the_model_does(cases, name):
+    """Every size that a step can have, counted as often as a layer of its kind comes; results are numbers."""
+    layers = len(V4Config.load(DEFAULT_MODEL).layer_ratios)
+    sizes, has = CHOICES[name].sizes()[-2:], {1024}
+    if name.startswith(("sparse", "attention")) or name.endswith("skinny_rows"):
+        sizes, has = [1, 3, 64], {1, 3}  # decode steps have 40 rows
+    elif name == "fp4_experts.many_rows":
+        sizes, has = [8, 1000], {8}  # 1000 rows of each expert are more than 1100 tokens bring
+    elif name != "hyper_boundary.split_1024":
+        has = {size for size in sizes if size <= 1100}
+    with torch.inference_mode():
+        found = list(cases.of(name, sizes))
+        for case in found:
+            case.calls[-1]()
+            assert case.result().isfinite().all(), case.point
+    assert has == {case.point.size for case in found} - {512}
+    assert len({case.point for case in found}) == len(found)
+    for size in has:
+        weights = {case.point.what: case.point.weight for case in found if case.point.size == size}
+        if name.startswith("fp8_gemm"):
+            assert sum(weights.values()) == 6 * layers, "six FP8 products in a layer"
+        elif name == "hyper_boundary.split_16":
+            assert weights == {"attention": layers, "experts": layers}
+        elif name.startswith("attention"):
+            assert sum(weights.values()) == layers
 
 
 class _Cases:

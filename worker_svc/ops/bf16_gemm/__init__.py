@@ -14,7 +14,8 @@ from worker_svc.ops.bf16_gemm import ref
 SKINNY_ROWS = 16
 """Up to so many rows our weight-streaming kernel runs."""
 DEEP_ROWS, DEEP_WIDTH = 64, 2048
-"""From there up to so many rows DeepGEMM runs products with weights of at least so many rows."""
+"""From there up to so many rows DeepGEMM runs products with weights of at least so many rows. `tuning` measures both
+numbers of rows anew."""
 PARTS = 8
 """Pieces of K in `bf16_gemm_parts`: a narrow weight is read by that many times more programs."""
 
