@@ -1,7 +1,8 @@
-"""`v4mesh precache`: compile every GPU kernel of a model ahead of serving, and take the result elsewhere as one file.
+"""`v4mesh precache`: compile every GPU kernel of a model ahead of serving, tune what can be chosen, and take the result
+elsewhere as one file.
 
-The worker's own start is what compiles, over empty weights, in a process of its own; here are only the command line
-and the archive.
+The worker's own start is what compiles, over empty weights, in a process of its own, which also tunes; here are only
+the command line and the archive.
 """
 
 import json

@@ -145,7 +145,7 @@ CHOICES: Mapping[str, Cut | Options] = {  # in the order in which they are timed
         what="tile of our decode attention of more tokens",
         ops=_ATTENTION,
         fields=TILE,
-        candidates=((64, 64, 8, 2), (64, 64, 8, 1), (64, 64, 4, 2), (32, 64, 8, 2), (32, 64, 8, 1), (64, 32, 4, 2)),
+        candidates=((64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 8, 2), (32, 64, 8, 1), (64, 32, 4, 2)),
         at=(5, 8, 16),
     ),
     "sparse_attention.few_tokens": Cut(

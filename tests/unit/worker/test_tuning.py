@@ -145,6 +145,52 @@ def test_candidates_take_turns_and_those_that_fail_lose():
     assert found["a"] == 16.0 and tuning.in_use() == {}
 
 
+class _Cuda:
+    """What `cuda_timer` asks of torch.cuda, written down; a replay of a graph of two calls takes 0.05 ms."""
+
+    def __init__(self):
+        self.done = []
+
+    def __getattr__(self, name):
+        return lambda *args, **more: self.done.append(name) or self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.done.append("left")
+
+    def elapsed_time(self, end):
+        return 0.05
+
+
+def test_graphs_are_timed_between_events_and_compile_before_the_capture(monkeypatch):
+    cuda = _Cuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=cuda))
+    run = timing.cuda_timer([lambda: cuda.done.append("a"), lambda: cuda.done.append("b")])
+    told = [word for word in cuda.done if word in ("a", "b", "graph", "left", "replay", "synchronize")]
+    assert told == ["a", "a", "left", "synchronize", "graph", "a", "b", "left", "replay", "synchronize"]
+    cuda.done.clear()
+    assert run() == 25.0, "microseconds of one of two calls"
+    assert [word for word in cuda.done if word != "Event"] == ["record", "replay", "record", "synchronize"]
+    with pytest.raises(RuntimeError, match="no shared memory"):
+        timing.cuda_timer([_fail])
+
+
+def _fail():
+    raise RuntimeError("no shared memory")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_larger_product_takes_longer_on_a_gpu():
+    def clocked(size):
+        x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+        return timing.cuda_timer([lambda: x @ x] * 4)
+
+    small, large = clocked(512), clocked(8192)
+    assert 0 < small() < large()
+
+
 # The file
 
 
