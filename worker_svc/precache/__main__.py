@@ -71,7 +71,9 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
         known, _ = tuned_of(root, machine, digest)
         with tuning.trial({} if known is None or config.tune else known.changed):
             found |= _compile(config, folder, root, machine, digest)
-        if config.tune:
+        if config.tune and found["failures"]:
+            log.error("nothing is tuned: what failed above comes first")
+        elif config.tune:
             found |= _tune(config, folder, root, machine, digest)
     _, said = tuned_of(root, machine, digest)
     problem = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
@@ -123,7 +125,7 @@ def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine,
 
 
 def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
-    """Time all choices over drawn weights; keep the values, and the kernels that a worker runs with them."""
+    """Time all choices over drawn weights; keep the values once the kernels that a worker runs with them are there."""
     from worker_svc.checkpoint.config import V4Config
     from worker_svc.gpu.loading import gpu
     from worker_svc.gpu.weights import WeightLoader
@@ -148,20 +150,21 @@ def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, di
     del weights
     date = datetime.now(UTC).isoformat(timespec="seconds")
     tuned = Tuned(machine=machine.key, model=digest, date=date, choices=choices)
-    tuned.write(root)
     log.info("tuning: %s in %.1f s", tuned.describe(), time.perf_counter() - began)
     found: dict[str, Any] = {"choices": lines, "tune_seconds": round(time.perf_counter() - began, 1)}
-    if not tuned.changed:
-        return found
     before = read_manifest(root)
-    with tuning.trial(tuned.changed):  # the manifest's word on deterministic mode stays: that takes no tuned values
-        again = _compile(dataclasses.replace(config, deterministic=False), folder, root, machine, digest)
-    if again["failures"] and before is not None:
-        log.error("the tuned values do not run: %s; %s is removed", "; ".join(again["failures"]), TUNED)
-        (root / TUNED).unlink()
-        before.write(root)
-        return found
-    return found | {"kernels": again["kernels"]}
+    if tuned.changed and before is not None:
+        log.info("compiling what a worker runs with these values")
+        # Deterministic mode takes none of them, and the manifest's word on it stays.
+        with tuning.trial(tuned.changed):
+            again = _compile(dataclasses.replace(config, deterministic=False), folder, root, machine, digest)
+        if again["failures"]:
+            before.write(root)
+            log.error("the tuned values do not run, so none is kept: %s", "; ".join(again["failures"]))
+            return found
+        found["kernels"] = again["kernels"]
+    tuned.write(root)
+    return found
 
 
 def _run_all(executor: GpuExecutor, config: PrecacheConfig, *, covered: bool) -> list[str]:

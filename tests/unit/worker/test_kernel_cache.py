@@ -219,6 +219,9 @@ def test_values_whose_kernels_do_not_run_are_dropped(tmp_path, monkeypatch, caps
     assert read_tuned(root) is None and report["tuned"].startswith("nothing")
     manifest = kernel_cache.read_manifest(root)
     assert manifest is not None and manifest.failures == ()
+    monkeypatch.setattr(command, "_run_all", lambda *args, **kw: ["products: broken"])
+    monkeypatch.setattr(tuner, "tune", lambda *args: pytest.fail("timed what does not compile"))
+    assert command.main([*line, "--context", "512", "--tune"]) == 9
 
 
 @pytest.mark.parametrize("drawn", [False, True])
