@@ -88,9 +88,15 @@ def tune(cases: Cases, timer: Timer, say: Callable[[str], None]) -> dict[str, Tu
             say(f"{name}: not timed, {lacking}")
             continue
         log.info("tuning %d of %d: %s, the %s", number, len(CHOICES), name, CHOICES[name].what)
-        with torch.inference_mode(), tuning.trial(won | dict(BESIDE.get(name, {}))):
-            found = _tune_one(name, cases, timer)
-        _free(name)
+        try:
+            with torch.inference_mode(), tuning.trial(won | dict(BESIDE.get(name, {}))):
+                found = _tune_one(name, cases, timer)
+        except Exception as error:  # inputs that do not fit, most likely: the other choices are none the worse for it
+            log.exception("%s cannot be timed", name)
+            say(f"{name}: not timed, {type(error).__name__}: {str(error)[:200]}")
+            continue
+        finally:
+            _free(name)
         if found is None:
             say(f"{name}: not timed, no step of this model has such a size")
             continue

@@ -443,6 +443,22 @@ def test_a_shape_that_wins_is_told_with_its_numbers_and_losers_have_none(monkeyp
     ]
 
 
+def test_inputs_that_do_not_fit_cost_the_other_choices_nothing(monkeypatch, caplog):
+    class Short(_Cases):
+        def of(self, name, sizes):
+            if name == "fp8_gemm.skinny_rows":
+                raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+            yield from super().of(name, sizes)
+
+    names = ("fp8_gemm.skinny_rows", "bf16_gemm.skinny_rows")
+    monkeypatch.setattr(tuner, "CHOICES", {name: CHOICES[name] for name in names})
+    monkeypatch.setattr(tuner, "NEEDS", {name: {} for name in names})
+    said = []
+    found = tuner.tune(Short(), lambda calls: lambda: 10.0, said.append)
+    assert list(found) == ["bf16_gemm.skinny_rows"] and len(said) == 2
+    assert said[0].endswith("not timed, OutOfMemoryError: tried to allocate 20 GiB")
+
+
 def test_what_is_not_there_is_not_timed(monkeypatch):
     said = []
     monkeypatch.setattr(tuner, "CHOICES", {"fp4_experts.many_rows": CHOICES["fp4_experts.many_rows"]})
