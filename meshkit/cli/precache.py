@@ -30,7 +30,7 @@ from meshkit.kernel_cache import CacheFileError, pack, unpack
 @click.option("--tune", is_flag=True, help="Then time on this GPU what can be chosen, and keep what wins.")
 @click.option("--pack", "packed", metavar="FILE", help="Afterwards write the cache to this .tar.gz.")
 @click.option("--unpack", "archive", metavar="FILE", help="Take the cache from such a file; compile nothing.")
-@click.option("--check", is_flag=True, help="Only say whether the cache covers this machine and model.")
+@click.option("--check", is_flag=True, help="Only say whether the cache covers this machine and model, and is tuned.")
 @shared_options
 @click.pass_obj
 def precache(
