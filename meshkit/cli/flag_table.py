@@ -344,7 +344,7 @@ VARIABLES: tuple[Entry, ...] = (
         ours="worker.autotune",
         parse=yes_no,
         needs=TUNING,
-        meanwhile="tiles that were measured on an H200 are built in",
+        meanwhile="`v4mesh precache --tune` measures ahead of serving, and workers take what it found",
         quiet=(False,),
         invented=True,
     ),
@@ -353,7 +353,7 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Folder of the tuning results.",
         ours="worker.autotune_cache",
         needs=TUNING,
-        meanwhile="tiles that were measured on an H200 are built in",
+        meanwhile="what `v4mesh precache --tune` found lies beside the kernels, in worker.kernel_cache",
         invented=True,
     ),
     Entry(
