@@ -25,7 +25,7 @@ def bf16_gemm(x: Tensor, weight: Tensor) -> Tensor:
     assert x.shape[1] == weight.shape[1], (x.shape, weight.shape)
     if not x.is_cuda:
         return ref.bf16_gemm(x, weight)
-    chosen = _backend(*x.shape[:1], *weight.shape[:1])
+    chosen = _backend(x.shape[0], weight.shape[0])
     if chosen == "torch":
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     out = torch.empty(x.shape[0], weight.shape[0], device=x.device)
@@ -62,7 +62,7 @@ def by_rows() -> bool:
 
 def bf16_gemm_parts(x: Tensor, weight: Tensor) -> Tensor:
     """As `bf16_gemm` for narrow weights: FP32 [T, N], or [parts, T, N] that the reader adds up."""
-    if not x.is_cuda or _backend(*x.shape[:1], *weight.shape[:1]) != "skinny":
+    if not x.is_cuda or _backend(x.shape[0], weight.shape[0]) != "skinny":
         return bf16_gemm(x, weight)
     from worker_svc.ops.skinny_gemm import bf16
 

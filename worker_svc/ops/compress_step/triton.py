@@ -238,24 +238,9 @@ def compress_step(
 
 
 def _launch(
-    raw: Tensor,
-    ape: Tensor,
-    norm: Tensor,
-    turns: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    first_token: Tensor,
-    states: Tensor,
-    write_rows: Tensor,
-    pool: Tensor,
-    *,
-    ratio: int,
-    ring: int,
-    eps: float,
-    index: IndexCompressor | None,
-    keep: bool,
-    group: int,
-) -> None:
+    raw, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, *,
+    ratio: int, ring: int, eps: float, index: IndexCompressor | None, keep: bool, group: int,
+) -> None:  # fmt: skip
     """Programs of `group` tokens each; without `keep` the ring is only read."""
     tokens = positions.shape[0]
     _compress[(triton.cdiv(tokens, group), 2 if ratio == 4 else 1)](
