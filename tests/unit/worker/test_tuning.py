@@ -181,7 +181,8 @@ def _fail():
     raise RuntimeError("no shared memory")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_larger_product_takes_longer_on_a_gpu():
     def clocked(size):
         x = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
