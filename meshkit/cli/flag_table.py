@@ -362,7 +362,7 @@ VARIABLES: tuple[Entry, ...] = (
         ours="worker.kernel",
         parse=one_of(*MOE_BACKENDS),
         needs=f"FP4 experts by that package, which have no kernel for Hopper, and {BLACKWELL}",
-        meanwhile="humming computes the experts on a GPU, torch on the CPU",
+        meanwhile="humming and our own product compute the experts on a GPU, torch on the CPU",
         invented=True,
     ),
     Entry(

@@ -48,7 +48,7 @@ def precache(
     archive: str | None,
     check: bool,
 ) -> int:
-    """Compile the GPU kernels of MODEL for this machine, and tune them. Exit 9 if the cache does not cover it then."""
+    """Compile the GPU kernels of MODEL for this machine. Exit 9 if the cache does not cover it afterwards."""
     if archive and (packed or check or tune):
         raise click.UsageError("--unpack stands alone")
     if check and tune:
