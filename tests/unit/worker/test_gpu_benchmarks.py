@@ -37,7 +37,7 @@ def test_entries_differ_by_what_the_gpu_left_out_and_counts_outlive_a_forward():
 
 def test_attention_launches_are_those_between_two_norms_without_the_mixers():
     layer = ["collapse_norm", "gemm", "scores", "attend", "mix_few", "collapse_norm", "router", "experts", "mix_few"]
-    other = ["collapse_norm", "gemm", "attend", "mixing_weights", "mix_many", "collapse_norm", "experts", "mix_many"]
+    other = ["collapse_norm", "gemm", "attend", "mix_many", "collapse_norm", "experts", "mix_many"]
     first = ["collapse_norm", "once", *layer[1:]]
     names = ["_begin_step", *first, *other, *layer, "collapse_norm", "head"]
     assert attention_kernels(names, (4, 128, 4)) == {4: 3, 128: 2}

@@ -1,6 +1,8 @@
 """Pass 2 of the boundary: partial sums become mixing weights, the streams one normalised and quantised input.
 
-Scalars where a token is spread over several programs (`_total`), a token per thread where there are many (`_column`).
+Every program adds up what its own token needs. post and comb, which nobody reads before the next boundary, are other
+programs' work: one for each of a few tokens, in scalars (`_total`); of many tokens one for a list of them, a token per
+thread (`_column`), first in line, because the Sinkhorn loop takes longest.
 """
 # ruff: noqa: ANN001, ANN201, ANN202, N803
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -13,11 +15,10 @@ from worker_svc.ops.hyper_boundary.mix import LINE
 from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3, to_bf16
 
 
-@triton.jit(do_not_specialize=["sf_token", "sf_block", "twice_token", "twice_block"])
+@triton.jit(do_not_specialize=["asked", "num_tokens", "makers", "sf_token", "sf_block", "twice_token", "twice_block"])
 def collapse_norm(
     x_ptr,
     part_ptr,
-    pre_ptr,
     scale_ptr,
     base_ptr,
     norm_ptr,
@@ -28,6 +29,9 @@ def collapse_norm(
     twice_ptr,
     post_ptr,
     comb_ptr,
+    asked,
+    num_tokens,
+    makers,
     sf_token,
     sf_block,
     twice_token,
@@ -44,14 +48,18 @@ def collapse_norm(
     NORM_EPS: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Program (row, piece): BLOCK channels of one token's input; the last piece makes post and comb instead."""
+    """Program (row, piece): BLOCK channels of one token's input. post and comb: the last piece of a few tokens; of many
+    the first `makers` programs, TOKENS tokens each."""
     row = tl.program_id(0)
     piece = tl.program_id(1)
-    t = row
+    if not GRAM:
+        row -= makers
+        piece = tl.where(row < 0, PIECES, piece)
+    t = tl.maximum(row, 0)
     if HEAD:
         t = tl.load(rows_ptr + row)
-    parts = part_ptr + t.to(tl.int64) * 42 * PARTS
     s = tl.arange(0, PARTS_POW2)
     d = piece * BLOCK + tl.arange(0, BLOCK)
     live = d < WIDTH
@@ -62,33 +70,38 @@ def collapse_norm(
     x2 = tl.load(x + 2 * WIDTH, mask=live, other=0.0)
     x3 = tl.load(x + 3 * WIDTH, mask=live, other=0.0)
     if GRAM:
-        g0 = _total(parts, 32, s, PARTS)
-        g1 = _total(parts, 33, s, PARTS)
-        g2 = _total(parts, 34, s, PARTS)
-        g3 = _total(parts, 35, s, PARTS)
-        factor = tl.rsqrt((g0 + g1 + g2 + g3) * (1.0 / (4 * WIDTH)) + NORM_EPS)
+        parts = part_ptr + t.to(tl.int64) * 42 * PARTS + s
+        line = PARTS
+        g0 = _total(parts, 32 * line, s, PARTS)
+        g1 = _total(parts, 33 * line, s, PARTS)
+        g2 = _total(parts, 34 * line, s, PARTS)
+        g3 = _total(parts, 35 * line, s, PARTS)
+        energy = g0 + g1 + g2 + g3
+    else:
+        parts = part_ptr + t + s * (LINE * num_tokens)
+        line = num_tokens
+        energy = _total(parts, 32 * line, s, PARTS)
+    factor = tl.rsqrt(energy * (1.0 / (4 * WIDTH)) + NORM_EPS)
     if piece == PIECES:
         if GRAM:
             at_comb = comb_ptr + row * 16
             _post_comb(parts, s, factor, scale_ptr, base_ptr, post_ptr + row * 4, at_comb, PARTS, ITERATIONS, EPS)
+        elif not HEAD:
+            first = (row + makers) * TOKENS
+            at = (part_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr)
+            _post_combs(at, first, asked, num_tokens, WIDTH, PARTS, ITERATIONS, EPS, NORM_EPS, TOKENS)
     else:
-        if GRAM:
-            a = tl.load(scale_ptr) * factor
-            w0 = _gate(_total(parts, 0, s, PARTS) * a + tl.load(base_ptr)) + EPS
-            w1 = _gate(_total(parts, 1, s, PARTS) * a + tl.load(base_ptr + 1)) + EPS
-            w2 = _gate(_total(parts, 2, s, PARTS) * a + tl.load(base_ptr + 2)) + EPS
-            w3 = _gate(_total(parts, 3, s, PARTS) * a + tl.load(base_ptr + 3)) + EPS
-        else:
-            w0 = tl.load(pre_ptr + row * 4)
-            w1 = tl.load(pre_ptr + row * 4 + 1)
-            w2 = tl.load(pre_ptr + row * 4 + 2)
-            w3 = tl.load(pre_ptr + row * 4 + 3)
+        a = tl.load(scale_ptr) * factor
+        w0 = _gate(_total(parts, 0 * line, s, PARTS) * a + tl.load(base_ptr)) + EPS
+        w1 = _gate(_total(parts, 1 * line, s, PARTS) * a + tl.load(base_ptr + 1)) + EPS
+        w2 = _gate(_total(parts, 2 * line, s, PARTS) * a + tl.load(base_ptr + 2)) + EPS
+        w3 = _gate(_total(parts, 3 * line, s, PARTS) * a + tl.load(base_ptr + 3)) + EPS
         v = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32) + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32)
         v = to_bf16(v).to(tl.float32)
         if GRAM:
-            crossed = w0 * (w1 * _total(parts, 36, s, PARTS) + w2 * _total(parts, 37, s, PARTS))
-            crossed += w0 * w3 * _total(parts, 38, s, PARTS) + w1 * w2 * _total(parts, 39, s, PARTS)
-            crossed += w1 * w3 * _total(parts, 40, s, PARTS) + w2 * w3 * _total(parts, 41, s, PARTS)
+            crossed = w0 * (w1 * _total(parts, 36 * line, s, PARTS) + w2 * _total(parts, 37 * line, s, PARTS))
+            crossed += w0 * w3 * _total(parts, 38 * line, s, PARTS) + w1 * w2 * _total(parts, 39 * line, s, PARTS)
+            crossed += w1 * w3 * _total(parts, 40 * line, s, PARTS) + w2 * w3 * _total(parts, 41 * line, s, PARTS)
             squared = w0 * w0 * g0 + w1 * w1 * g1 + w2 * w2 * g2 + w3 * w3 * g3 + 2.0 * crossed
         else:
             squared = tl.sum(v * v, 0)
@@ -107,66 +120,52 @@ def collapse_norm(
                 tl.store(twice_ptr + row64 * twice_token + b * twice_block, scale, mask=b * 128 < WIDTH)
 
 
-@triton.jit(do_not_specialize=["asked", "num_tokens"])
-def mixing_weights(
-    part_ptr,
-    scale_ptr,
-    base_ptr,
-    rows_ptr,
-    pre_ptr,
-    post_ptr,
-    comb_ptr,
+@triton.jit
+def _post_combs(
+    pointers,
+    first,
     asked,
     num_tokens,
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
-    HEAD: tl.constexpr,
     ITERATIONS: tl.constexpr,
     EPS: tl.constexpr,
     NORM_EPS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """pre, and post and comb where there is no head, of TOKENS tokens: everything here is a vector over tokens."""
-    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """post and comb of TOKENS tokens: everything here is a vector over tokens."""
+    part_ptr, scale_ptr, base_ptr, post_ptr, comb_ptr = pointers
+    row = first + tl.arange(0, TOKENS)
     here = row < asked
-    t = row
-    if HEAD:
-        t = tl.load(rows_ptr + row, mask=here, other=0)
-    parts = part_ptr + t.to(tl.int64)
-    total = _column(parts, 32, here, num_tokens, PARTS)
-    factor = tl.rsqrt(total * (1.0 / (4 * WIDTH)) + NORM_EPS)
-    a = tl.load(scale_ptr) * factor
+    parts = part_ptr + row.to(tl.int64)
+    factor = tl.rsqrt(_column(parts, 32, here, num_tokens, PARTS) * (1.0 / (4 * WIDTH)) + NORM_EPS)
+    a = tl.load(scale_ptr + 1) * factor
     for k in tl.static_range(4):
-        gate = _gate(_column(parts, k, here, num_tokens, PARTS) * a + tl.load(base_ptr + k))
-        tl.store(pre_ptr + row * 4 + k, gate + EPS, mask=here)
-    if not HEAD:
-        a = tl.load(scale_ptr + 1) * factor
-        for k in tl.static_range(4):
-            gate = _gate(_column(parts, 4 + k, here, num_tokens, PARTS) * a + tl.load(base_ptr + 4 + k))
-            tl.store(post_ptr + row * 4 + k, 2.0 * gate, mask=here)
-        a = tl.load(scale_ptr + 2) * factor
-        c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, num_tokens, PARTS, EPS)
-        c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, num_tokens, PARTS, EPS)
-        c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, num_tokens, PARTS, EPS)
-        c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, num_tokens, PARTS, EPS)
+        gate = _gate(_column(parts, 4 + k, here, num_tokens, PARTS) * a + tl.load(base_ptr + 4 + k))
+        tl.store(post_ptr + row * 4 + k, 2.0 * gate, mask=here)
+    a = tl.load(scale_ptr + 2) * factor
+    c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, num_tokens, PARTS, EPS)
+    c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, num_tokens, PARTS, EPS)
+    c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, num_tokens, PARTS, EPS)
+    c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, num_tokens, PARTS, EPS)
+    c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
+    c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
+    c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
+    c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+    for _ in range(ITERATIONS - 1):
+        c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
+        c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
+        c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
+        c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
         c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
         c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
         c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
         c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
-        for _ in range(ITERATIONS - 1):
-            c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
-            c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
-            c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
-            c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
-            c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
-            c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
-            c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
-            c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
-        comb = comb_ptr + row * 16
-        _store_columns(comb, here, c00, c01, c02, c03)
-        _store_columns(comb + 4, here, c10, c11, c12, c13)
-        _store_columns(comb + 8, here, c20, c21, c22, c23)
-        _store_columns(comb + 12, here, c30, c31, c32, c33)
+    comb = comb_ptr + row * 16
+    _store_columns(comb, here, c00, c01, c02, c03)
+    _store_columns(comb + 4, here, c10, c11, c12, c13)
+    _store_columns(comb + 8, here, c20, c21, c22, c23)
+    _store_columns(comb + 12, here, c30, c31, c32, c33)
 
 
 @triton.jit
@@ -198,8 +197,8 @@ def _store_columns(at, here, a, b, c, d):
 
 @triton.jit
 def _total(parts, column, s, PARTS: tl.constexpr):
-    """One column of the token's partial sums, added up."""
-    return tl.sum(tl.load(parts + column * PARTS + s, mask=s < PARTS, other=0.0), 0)
+    """One column of the token's partial sums, at that distance from `parts` [PARTS_POW2], added up."""
+    return tl.sum(tl.load(parts + column, mask=s < PARTS, other=0.0), 0)
 
 
 @triton.jit
@@ -223,7 +222,7 @@ def _post_comb(
     """The token's post [4] and doubly stochastic comb [4, 4]: softmax of the rows, then columns and rows in turn."""
     a = tl.load(scale_ptr + 1) * factor
     for k in tl.static_range(4):
-        raw = _total(parts, 4 + k, s, PARTS) * a + tl.load(base_ptr + 4 + k)
+        raw = _total(parts, (4 + k) * PARTS, s, PARTS) * a + tl.load(base_ptr + 4 + k)
         tl.store(post_ptr + k, 2.0 * _gate(raw))
     a = tl.load(scale_ptr + 2) * factor
     c00, c01, c02, c03 = _softmax_row(parts, s, 8, a, base_ptr, PARTS, EPS)
@@ -252,10 +251,10 @@ def _post_comb(
 @triton.jit
 def _softmax_row(parts, s, column, a, base_ptr, PARTS: tl.constexpr, EPS: tl.constexpr):
     """One row of comb before the Sinkhorn loop."""
-    r0 = _total(parts, column, s, PARTS) * a + tl.load(base_ptr + column)
-    r1 = _total(parts, column + 1, s, PARTS) * a + tl.load(base_ptr + column + 1)
-    r2 = _total(parts, column + 2, s, PARTS) * a + tl.load(base_ptr + column + 2)
-    r3 = _total(parts, column + 3, s, PARTS) * a + tl.load(base_ptr + column + 3)
+    r0 = _total(parts, column * PARTS, s, PARTS) * a + tl.load(base_ptr + column)
+    r1 = _total(parts, (column + 1) * PARTS, s, PARTS) * a + tl.load(base_ptr + column + 1)
+    r2 = _total(parts, (column + 2) * PARTS, s, PARTS) * a + tl.load(base_ptr + column + 2)
+    r3 = _total(parts, (column + 3) * PARTS, s, PARTS) * a + tl.load(base_ptr + column + 3)
     return _softmax(r0, r1, r2, r3, EPS)
 
 

@@ -60,9 +60,5 @@ class Workspace:
     def __init__(self, max_tokens: int, width: int, device: torch.device | str) -> None:
         # The number of splits falls as tokens rise (see triton.py); 64 tokens' worth of the finest split is the floor.
         splits = -(-width // 64)
-        floats = max(64 * splits, max_tokens * 8) * self.COLUMNS + 4 * max_tokens
+        floats = max(64 * splits, max_tokens * 8) * self.COLUMNS
         self.partials = torch.empty(floats if str(device) != "cpu" else 0, dtype=torch.float32, device=device)
-
-    def weights(self, tokens: int) -> Tensor:
-        """Room for pre [tokens, 4] behind the partial sums."""
-        return self.partials[-4 * tokens :]

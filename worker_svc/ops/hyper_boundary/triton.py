@@ -4,9 +4,8 @@ Pass 1 splits tokens and channels: it mixes the sublayer's output into the strea
 mixer's products (tensor cores, BF16 streams times the mixer's high and low halves) and what the norm needs. Pass 2
 splits again: every program adds the partial sums (a few hundred numbers), so no third launch and no atomics. At few
 tokens one token is spread over many programs, and the norm's sum of squares comes from the products of the streams,
-|sum_j pre_j x_j|^2 = sum_jk pre_j pre_k <x_j, x_k>. At many tokens a program owns a token and squares what it made,
-and the mixing weights come from a launch of their own, a token per thread: eight warps repeating one Sinkhorn loop
-were most of the work.
+|sum_j pre_j x_j|^2 = sum_jk pre_j pre_k <x_j, x_k>. At many tokens a program owns a token and squares what it made;
+the Sinkhorn loops run in programs of their own, a token per thread.
 """
 # ruff: noqa: ANN001, ANN202
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from worker_svc import tuning
 from worker_svc.ops import invariant
-from worker_svc.ops.hyper_boundary.collapse import collapse_norm, mixing_weights
+from worker_svc.ops.hyper_boundary.collapse import collapse_norm
 from worker_svc.ops.hyper_boundary.mix import mix_few, mix_many
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
 
@@ -28,7 +27,7 @@ _COLUMNS = Workspace.COLUMNS
 GRAM_TOKENS = 64
 """Up to here a token's channels are spread over several programs of pass 2."""
 WEIGHT_TOKENS = 32
-"""Tokens of a program that makes mixing weights, one per thread."""
+"""Tokens of a program that makes post and comb of many, one per thread of a warp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,31 +188,10 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
     scales = none if sf is None else sf
     twice = scales if sf2 is None else sf2
     head = rows is not None
-    pre = workspace.partials[: 4 * asked] if cut.gram else workspace.weights(asked)
-    if not cut.gram:
-        mixing_weights[(triton.cdiv(asked, WEIGHT_TOKENS),)](
-            workspace.partials,
-            mixer.scale,
-            mixer.base,
-            none if rows is None else rows,
-            pre,
-            post,
-            comb,
-            asked,
-            tokens,
-            WIDTH=width,
-            PARTS=cut.parts,
-            HEAD=head,
-            ITERATIONS=rules.iterations,
-            EPS=rules.eps,
-            NORM_EPS=rules.norm_eps,
-            TOKENS=WEIGHT_TOKENS,
-            num_warps=max(1, WEIGHT_TOKENS // 32),
-        )
-    collapse_norm[(asked, pieces + (cut.gram and not head))](
+    makers = 0 if cut.gram or head else triton.cdiv(asked, WEIGHT_TOKENS)
+    collapse_norm[(asked + makers, pieces + (cut.gram and not head))](
         x,
         workspace.partials,
-        pre,
         mixer.scale,
         mixer.base,
         norm_weight,
@@ -224,6 +202,9 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
         twice,
         post,
         comb,
+        asked,
+        tokens,
+        makers,
         scales.stride(0),
         scales.stride(1),
         twice.stride(0),
@@ -240,5 +221,6 @@ def _pass2(x, mixer, workspace, norm_weight, rules, rows, y, post, comb, q, sf, 
         NORM_EPS=rules.norm_eps,
         PIECES=pieces,
         BLOCK=block,
+        TOKENS=WEIGHT_TOKENS,
         num_warps=1 if block <= 128 else 4 if block <= 1024 else 8,
     )
