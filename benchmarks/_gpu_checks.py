@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.quant_fp8 import quantise, quantise_rows, quantise_weight, scale_value
 
 Outputs = dict[str, Tensor]
@@ -56,6 +57,7 @@ def cases() -> Iterator[tuple[str, Case]]:
     for rows in (1, 4, 16, 64, 300):
         yield f"fp8_gemm_{rows}", partial(_fp8_gemm, rows=rows)
         yield f"fp8_grouped_{rows}", partial(_fp8_grouped, rows=rows)
+        yield f"fp8_parts_{rows}", partial(_fp8_parts, rows=rows)
         yield f"bf16_gemm_{rows}", partial(_bf16_gemm, rows=rows)
     for ratio in (0, 4, 128):
         yield f"decode_attention_c{ratio}", partial(_decode_attention, ratio=ratio)
@@ -94,6 +96,15 @@ def _fp8_grouped(device: torch.device, rows: int) -> Outputs:
     x.codes.copy_(codes.to(device))
     x.scale.copy_(scale_value(exponent).to(device))
     return {"out": fp8_grouped(x, _matrix(device, 8, 256, 1024, seed=3))}
+
+
+def _fp8_parts(device: torch.device, rows: int) -> Outputs:
+    """Products that come in parts where rows are few, added up."""
+    from worker_svc.ops.fp8_gemm import fp8_gemm_parts
+
+    wide = fp8_gemm_parts(_rows(device, rows, 8192, rows), _matrix(device, 4096, 8192, seed=4))
+    narrow = fp8_gemm_parts(_rows(device, rows, 2048, rows), _matrix(device, 4096, 2048, seed=5))
+    return {"wide": added(wide, 2).bfloat16(), "narrow": added(narrow, 2).bfloat16()}
 
 
 def _bf16_gemm(device: torch.device, rows: int) -> Outputs:

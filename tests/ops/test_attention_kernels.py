@@ -101,14 +101,16 @@ def test_index_rows_are_gathered():
 
 
 @pytest.mark.parametrize("q_lora", [128, 1024, 1536])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_latent_rows(q_lora, bf16):
+@pytest.mark.parametrize(("bf16", "parts"), [(False, 1), (True, 1), (False, 4)])
+def test_latent_rows(q_lora, bf16, parts):
     from worker_svc.ops.latent_rows import triton
 
     generator = seeded("latent", q_lora, bf16)
     tokens = 5
     qkv = wide(generator, tokens, q_lora + 512 + 128)[:, : q_lora + 512].bfloat16()
     qkv = torch.nn.functional.pad(qkv, (0, 64))[:, : q_lora + 512]
+    if parts > 1:
+        qkv = qkv.float() * torch.randn(parts, tokens, 1, generator=generator)
     q_weight, kv_weight = 1 + torch.randn(q_lora, generator=generator) / 4, torch.rand(512, generator=generator) + 0.5
     positions = torch.tensor([0, 1, 700, -1, 1023], dtype=torch.int32)
     write = torch.tensor([5, 191, -1, -1, 64], dtype=torch.int32)

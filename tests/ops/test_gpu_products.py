@@ -6,7 +6,7 @@ import torch
 import worker_svc.ops.bf16_gemm as bf16_gemm_door
 from worker_svc.ops import registry
 from worker_svc.ops.bf16_gemm import bf16_gemm, bf16_gemm_parts
-from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
+from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, cuts, empty_groups, fp8_gemm, fp8_gemm_parts, fp8_grouped
 from worker_svc.ops.quant_fp8 import dequantise, quantise, quantise_rows, quantise_weight, scale_value
 from worker_svc.ops.slot_step import FIELDS, SAMPLER_FIELDS, Field, StepRows, begin_step, end_step, ref
 from worker_svc.ops.slot_step import triton as kernels
@@ -44,6 +44,29 @@ def test_groups_meet_only_their_own_rows_of_the_weight():
     for group in range(2):
         rows = Fp8Rows(x.codes[:, group].contiguous(), x.scale[:, group])
         assert torch.equal(both[:, group], fp8_gemm(rows, Fp8Matrix(codes[group], weight.scale[group])))
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((1536, 4096), 8),
+        ((8, 1024, 4096), 4),
+        ((4096, 8192), 8),
+        ((4096, 2048), 4),
+        ((32768, 1024), 1),
+        ((640, 256), 1),
+    ],
+)
+def test_weights_are_cut_along_k_while_columns_alone_make_few_programs(shape, parts):
+    assert cuts(shape) == parts
+
+
+def test_products_on_a_cpu_come_whole():
+    x = Fp8Rows.empty(2, 4096, CPU)
+    quantise_rows(drawn(2, 4096), x.codes, x.scale)
+    codes, exponent = quantise_weight(drawn(128, 4096, seed=1))
+    weight = Fp8Matrix(codes, scale_value(exponent))
+    assert cuts(codes.shape) > 1 and torch.equal(fp8_gemm_parts(x, weight), fp8_gemm(x, weight))
 
 
 def test_bf16_products_keep_fp32_sums():

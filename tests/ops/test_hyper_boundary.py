@@ -61,7 +61,8 @@ def form(request, monkeypatch):
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(("source", "tokens", "width"), [("embed", 2, 256), ("output", 1, 384), ("experts", 18, 256)])
-def test_a_boundary_equals_its_reference(source, tokens, width):
+@pytest.mark.parametrize("parts", [0, 4])
+def test_a_boundary_equals_its_reference(source, tokens, width, parts):
     draw = _draw(tokens + len(source))
     mix, norm = _mixer(width, 24, draw), torch.rand(width, generator=draw) + 0.5
     space = _workspace(tokens, width)
@@ -75,12 +76,10 @@ def test_a_boundary_equals_its_reference(source, tokens, width):
         assert torch.equal(ours, truth)
     else:
         post, comb = torch.rand(tokens, 4, generator=draw) * 2, torch.rand(tokens, 16, generator=draw)
-        one = (torch.randn(tokens, width, generator=draw).bfloat16(), None, None)
-        many = (
-            None,
-            torch.randn(tokens * K, width, generator=draw).bfloat16(),
-            torch.randn(tokens, width, generator=draw).bfloat16(),
-        )
+        whole = torch.randn(tokens, width, generator=draw).bfloat16()
+        product = torch.randn(parts, tokens, width, generator=draw) if parts else whole
+        one = (product, None, None)
+        many = (None, torch.randn(tokens * K, width, generator=draw).bfloat16(), whole)
         kernels.post_mix(x, ours, post, comb, mix, space, *(one if source == "output" else many))
         ref.post_mix(x, truth, post, comb, *(one if source == "output" else many))
         _close(ours, truth)

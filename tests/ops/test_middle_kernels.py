@@ -34,6 +34,15 @@ def test_rows_quantise_bit_for_bit(rows, width):
     _same(*got, *want)
 
 
+def test_parts_of_a_split_product_are_added_before_they_are_quantised():
+    draw = torch.Generator().manual_seed(8)
+    x = torch.randn(4, 3, 384, generator=draw)
+    got, want = _outputs(3, 384), _outputs(3, 384)
+    quant_kernels.quantise_rows(x, *got)
+    quant_fp8.quantise_rows(x, *want)
+    _same(*got, *want)
+
+
 @pytest.mark.parametrize(("rows", "shared_rows", "inner"), [(6, 3, 128), (2, 0, 384), (70, 1, 256)])
 def test_the_middle_of_routed_and_shared_rows(rows, shared_rows, inner):
     draw = torch.Generator().manual_seed(inner)

@@ -33,6 +33,20 @@ def test_fp8_products_equal_torch(rows, groups, columns, inner, dtype):
     assert (got.float() - want.float()).norm() / want.float().norm() < (2e-3 if dtype == torch.bfloat16 else 1e-6)
 
 
+@pytest.mark.parametrize(("rows", "inner", "parts"), [(1, 1024, 8), (70, 512, 2), (17, 768, 2)])
+def test_fp8_products_come_in_parts_that_add_up(rows, inner, parts):
+    codes, scale, weight, weight_scale = _fp8_case(rows, 1, 160, inner)
+    case = codes[:, 0], scale[:, 0], weight[0], weight_scale[0]
+    got, want = (torch.full((parts, rows, 160), float("nan")) for _ in range(2))
+    kernels.fp8_grouped(
+        *(x.unsqueeze(1) for x in case[:2]), *(x.unsqueeze(0) for x in case[2:]), got.unsqueeze(2), tiled=True
+    )
+    assert skinny_gemm.fp8(*case, want, tiled=True).data_ptr() == want.data_ptr()
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-5)
+    whole = torch.empty(rows, 160)
+    torch.testing.assert_close(want.sum(0), skinny_gemm.fp8(*case, whole, tiled=True), atol=1e-3, rtol=1e-5)
+
+
 def test_one_group_is_a_plain_product():
     codes, scale, weight, weight_scale = _fp8_case(3, 1, 128, 256)
     out = torch.empty(3, 128, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ from worker_svc.ops import invariant
 from worker_svc.ops.attention_output import attention_output
 from worker_svc.ops.bf16_gemm import bf16_gemm
 from worker_svc.ops.compress_step import IndexCompressor, compress_chunk, compress_step
-from worker_svc.ops.fp8_gemm import Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
+from worker_svc.ops.fp8_gemm import Fp8Rows, empty_groups, fp8_gemm, fp8_gemm_parts, fp8_grouped_parts
 from worker_svc.ops.index_scores import paged_scores, ragged_scores
 from worker_svc.ops.kv_rows import (
     FP8_PAGE_BYTES,
@@ -58,11 +58,11 @@ class Attention:
         self.index_heads = next((n for n in INDEX_HEADS if n >= config.index_n_heads), config.index_n_heads)
 
     def __call__(self, y: Tensor, x: Fp8Rows, step: DecodeStep | ChunkStep, pools: LayerPools) -> Tensor:
-        """y BF16 [T, D] normed, x the same in FP8 -> BF16 [T, D]."""
+        """y BF16 [T, D] normed, x the same in FP8 -> BF16 [T, D] or FP32 [parts, T, D], as `post_mix` takes it."""
         w = self.weights
         with self.overlap.beside():
             raw = self._states(y, step, pools)
-        qkv = fp8_gemm(x, w.inputs)
+        qkv = fp8_gemm_parts(x, w.inputs)
         latent = Fp8Rows.empty(y.shape[0], self.q_lora, y.device)
         workspace, own_rows = self._workspace(step, pools)
         latent_rows(
@@ -259,8 +259,8 @@ class Attention:
             target[save.places] = raw[save.tokens, : target.shape[1]] + ape[save.places]
 
     def _project(self, rows: Fp8Rows) -> Tensor:
-        """Attention output [T, G, H / G * 512] -> [T, D]."""
-        low = fp8_grouped(rows, self.weights.wo_a).flatten(1)
-        quantised = Fp8Rows.empty(low.shape[0], low.shape[1], low.device)
+        """Attention output [T, G, H / G * 512] -> [T, D], or [parts, T, D] to be added up."""
+        low = fp8_grouped_parts(rows, self.weights.wo_a).flatten(-2)
+        quantised = Fp8Rows.empty(low.shape[-2], low.shape[-1], low.device)
         quantise_rows(low, quantised.codes, quantised.scale)
-        return fp8_gemm(quantised, self.weights.wo_b)
+        return fp8_gemm_parts(quantised, self.weights.wo_b)

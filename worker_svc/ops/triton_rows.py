@@ -18,6 +18,15 @@ DATA_BYTES = tl.constexpr(576)
 
 
 @triton.jit
+def added(x, part_stride, mask, PARTS: tl.constexpr):
+    """FP32: what the pointers x hold, over all parts of a split product (`partial_sums`)."""
+    total = tl.load(x, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(x + part * part_stride, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def inverse(scale):
     """1 / scale of a power of two, exact, without a division."""
     return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)

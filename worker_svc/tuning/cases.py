@@ -23,10 +23,11 @@ from worker_svc.ops import kv_rows
 from worker_svc.ops.attention_output import attention_output
 from worker_svc.ops.bf16_gemm import DEEP_WIDTH, bf16_gemm, bf16_gemm_parts
 from worker_svc.ops.fp4_experts import Fp4Experts
-from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_grouped
+from worker_svc.ops.fp8_gemm import Fp8Matrix, Fp8Rows, empty_groups, fp8_gemm, fp8_gemm_parts, fp8_grouped_parts
 from worker_svc.ops.hyper_boundary import STREAMS, BoundaryRules, Mixer, Workspace, post_mix, pre_norm
 from worker_svc.ops.kv_rows import HEAD_DIM, KERNEL_PAGE
 from worker_svc.ops.paged_attention import paged_attention
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.sparse_attention import decode_attention, decode_plans
 from worker_svc.ops.step_lists import WINDOW
 from worker_svc.ops.topk_gate import select
@@ -38,6 +39,8 @@ CONTEXT = 16_384
 """Tokens behind a decode row whose attention is timed."""
 POOL_BYTES = 96 << 20
 BLOCK = 128
+CUT, WHOLE = ("inputs", "wo_a", "wo_b"), ("wq_b", "shared_w13", "shared_w2")
+"""FP8 weights of a layer whose products come in parts where rows are few, and the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,11 @@ class Cases:
         Our products of few rows only up to the largest decode step: above, nothing compiles them before they are met.
         """
         op, _, what = name.partition(".")
-        few = self.slots if what == "skinny_rows" else self.most
+        few = self.slots if what in ("skinny_rows", "parts_rows") else self.most
         if op == "hyper_boundary":
             yield from self._boundaries([size for size in sizes if size <= self.most])
         elif op == "fp8_gemm":
-            yield from self._fp8([size for size in sizes if size <= few])
+            yield from self._fp8([size for size in sizes if size <= few], cut=what == "parts_rows")
         elif op == "bf16_gemm":
             yield from self._bf16([size for size in sizes if size <= few], wide=what == "deep_rows")
         elif op == "fp4_experts":
@@ -150,34 +153,31 @@ class Cases:
 
     # Products
 
-    def _fp8(self, sizes: Sequence[int]) -> Iterator[Case]:
-        for name, (matrix, layers) in self._matrices().items():
+    def _fp8(self, sizes: Sequence[int], *, cut: bool) -> Iterator[Case]:
+        """cut: those that may come in parts, without the readers of these."""
+        for name, (matrix, layers) in self._matrices(CUT if cut else WHOLE).items():
             copies = self._rounds(matrix.codes.nbytes, MOST_COPIES)
             matrices = [Fp8Matrix(matrix.codes.clone(), matrix.scale) for _ in range(copies)]
             for size in sizes:
-                yield self._fp8_case(Point(size, name, layers), matrices)
+                yield self._fp8_case(Point(size, name, layers), matrices, cut=cut)
 
-    def _matrices(self) -> dict[str, tuple[Fp8Matrix, int]]:
-        """FP8 weights by name, each shape once, with how many a step reads."""
+    def _matrices(self, names: Sequence[str]) -> dict[str, tuple[Fp8Matrix, int]]:
+        """Those FP8 weights by name, each shape once, with how many a step reads."""
         found: dict[torch.Size, tuple[str, Fp8Matrix, int]] = {}
         for ratio, block in self._blocks.items():
-            attn, ffn = block.attn, block.ffn
-            for name in ("inputs", "wq_b", "wo_a", "wo_b"):
-                _count(found, name, getattr(attn, name), self.layers[ratio])
-            for name in ("shared_w13", "shared_w2"):
-                _count(found, name, getattr(ffn, name), self.layers[ratio])
+            for name in names:
+                _count(found, name, getattr(block.ffn if "shared" in name else block.attn, name), self.layers[ratio])
         return {f"{name} {tuple(shape)}": (matrix, layers) for shape, (name, matrix, layers) in found.items()}
 
-    def _fp8_case(self, point: Point, matrices: Sequence[Fp8Matrix]) -> Case:
+    def _fp8_case(self, point: Point, matrices: Sequence[Fp8Matrix], *, cut: bool) -> Case:
         *groups, _, width = matrices[0].codes.shape
         rows = point.size
         x = empty_groups(rows, groups[0], width, self.device) if groups else Fp8Rows.empty(rows, width, self.device)
         x.codes.copy_(self._codes(*x.codes.shape))
         x.scale.fill_(2.0**-6)
-        product = fp8_grouped if groups else fp8_gemm
-        return Case(
-            point, [partial(product, x, matrix) for matrix in matrices], lambda: product(x, matrices[0]).float()
-        )
+        product, dimensions = (fp8_grouped_parts, 3) if groups else (fp8_gemm_parts if cut else fp8_gemm, 2)
+        calls = [partial(product, x, matrix) for matrix in matrices]
+        return Case(point, calls, lambda: added(calls[0](), dimensions).float())
 
     def _bf16(self, sizes: Sequence[int], *, wide: bool) -> Iterator[Case]:
         """Head, compressors' projections and router; the head never meets more rows than sample together. wide: those

@@ -107,7 +107,15 @@ CHOICES: Mapping[str, Cut | Options] = {  # in the order in which they are timed
         at=(1536, 4096, 8192),
     ),
     "fp8_gemm.skinny_rows": Cut(
-        what="rows up to which FP8 products are ours",
+        what="rows up to which whole FP8 products are ours",
+        ops=("fp8_gemm", "skinny_gemm"),
+        few=64,
+        many=0,
+        candidates=(0, 4, 8, 12, 16, 24, 32, 48, 64),
+        highest=64,
+    ),
+    "fp8_gemm.parts_rows": Cut(
+        what="rows up to which FP8 products come in parts",
         ops=("fp8_gemm", "skinny_gemm"),
         few=64,
         many=0,

@@ -19,6 +19,7 @@ from worker_svc import tuning
 from worker_svc.ops import registry
 from worker_svc.ops.bf16_gemm import DEEP_ROWS
 from worker_svc.ops.bf16_gemm import SKINNY_ROWS as BF16_SKINNY_ROWS
+from worker_svc.ops.fp8_gemm import PARTS_ROWS
 from worker_svc.ops.fp8_gemm import SKINNY_ROWS as FP8_SKINNY_ROWS
 from worker_svc.tuning import Value
 from worker_svc.tuning.cases import Case, Cases
@@ -116,6 +117,7 @@ def builtin_value(name: str) -> Value:
         return choice.candidates[0]
     constants: dict[str, Value] = {
         "fp8_gemm.skinny_rows": FP8_SKINNY_ROWS,
+        "fp8_gemm.parts_rows": PARTS_ROWS,
         "bf16_gemm.deep_rows": DEEP_ROWS,
         "bf16_gemm.skinny_rows": BF16_SKINNY_ROWS,
     }

@@ -185,7 +185,7 @@ def test_tuning_keeps_what_wins_and_a_worker_takes_it(tmp_path, monkeypatch, cap
     assert command.main([*line, "--tune"]) == 0
     *said, last = capsys.readouterr().out.splitlines()
     report = json.loads(last)
-    assert report["choices"] == said and report["tuned"].startswith("1 of 9 choices tuned, 20")
+    assert report["choices"] == said and report["tuned"].startswith("1 of 10 choices tuned, 20")
     (won,) = [one for one in said if one.startswith("fp8_gemm.skinny_rows: 8 ")]
     assert won.endswith(" us -> 16 (2.00 x as fast)"), "24 rows are more than a step of this model has"
     assert "hyper_boundary.split_1024: not timed, no step of this model has such a size" in said
@@ -201,7 +201,7 @@ def test_tuning_keeps_what_wins_and_a_worker_takes_it(tmp_path, monkeypatch, cap
         monkeypatch.setenv(name, str(tmp_path / name))
     capsys.readouterr()
     loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path)), DEFAULT_MODEL)
-    assert "; 1 of 9 choices tuned" in capsys.readouterr().err and tuning.in_use() == tuned.changed
+    assert "; 1 of 10 choices tuned" in capsys.readouterr().err and tuning.in_use() == tuned.changed
     loading.prepare_kernels(WorkerConfig(kernel_cache=str(tmp_path), jit_recompile=True), DEFAULT_MODEL)
     assert tuning.in_use() == {}
 

@@ -54,7 +54,8 @@ def post_mix(
     """x_out[t, k] = post[t, k] o[t] + sum_j comb[t, j, k] x_in[t, j]; x_out may be x_in.
 
     post FP32 [T, 4], comb FP32 [T, 16] (row-major j, k). o is `out` BF16 [T, D], or the experts' combine:
-    the FP32 sum of `rows` BF16 [T * K, D] over a token's K rows plus `shared` BF16 [T, D].
+    the FP32 sum of `rows` BF16 [T * K, D] over a token's K rows plus `shared` BF16 [T, D]. `out` may come as FP32
+    [parts, T, D] of a split product.
     """
     _check_streams(x_in)
     _check_streams(x_out)
@@ -64,7 +65,7 @@ def post_mix(
         assert rows is not None and shared is not None and shared.shape == (tokens, width), "rows and shared, or out"
         assert rows.shape[1] == width and rows.shape[0] % max(tokens, 1) == 0, (rows.shape, tokens)
     else:
-        assert rows is None and shared is None and out.shape == (tokens, width), "rows and shared, or out"
+        assert rows is None and shared is None and out.shape[-2:] == (tokens, width), "rows and shared, or out"
     if registry.on_kernel("hyper_boundary", x_out.is_cuda):
         from worker_svc.ops.hyper_boundary import triton
 

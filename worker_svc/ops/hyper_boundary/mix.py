@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from worker_svc.ops.triton_numbers import dot, pinned, to_bf16
+from worker_svc.ops.triton_rows import added
 
 LINE = tl.constexpr(33)
 """Floats that `mix_many` leaves per token and part: 32 mixer outputs, the sum of squares."""
@@ -33,6 +34,7 @@ def mix_few(
     OUTPUTS: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SUMMED: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -58,7 +60,7 @@ def mix_few(
         s2 = s0
         s3 = s0
     else:
-        o = _output(out_ptr, shared_ptr, t64, d, live, WIDTH, SOURCE, PER_TOKEN)
+        o = _output(out_ptr, shared_ptr, t64, d, live, num_tokens, WIDTH, SOURCE, PER_TOKEN, SUMMED)
         x0 = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
         x1 = tl.load(x_ptr + at + WIDTH, mask=live, other=0.0).to(tl.float32)
         x2 = tl.load(x_ptr + at + 2 * WIDTH, mask=live, other=0.0).to(tl.float32)
@@ -116,6 +118,7 @@ def mix_many(
     OUTPUTS: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    SUMMED: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     TILES: tl.constexpr,
@@ -149,7 +152,7 @@ def mix_many(
             s2 = s0
             s3 = s0
         else:
-            o = _output(out_ptr, shared_ptr, t64, d, live, WIDTH, SOURCE, PER_TOKEN)
+            o = _output(out_ptr, shared_ptr, t64, d, live, num_tokens, WIDTH, SOURCE, PER_TOKEN, SUMMED)
             x0 = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)
             x1 = tl.load(x_ptr + at + WIDTH, mask=live, other=0.0).to(tl.float32)
             x2 = tl.load(x_ptr + at + 2 * WIDTH, mask=live, other=0.0).to(tl.float32)
@@ -180,11 +183,14 @@ def mix_many(
 
 
 @triton.jit
-def _output(out_ptr, shared_ptr, t64, d, live, WIDTH: tl.constexpr, SOURCE: tl.constexpr, PER_TOKEN: tl.constexpr):
-    """The sublayer's output FP32: as it is, or the experts' rows and the shared one added up."""
+def _output(
+    out_ptr, shared_ptr, t64, d, live, num_tokens,
+    WIDTH: tl.constexpr, SOURCE: tl.constexpr, PER_TOKEN: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """The sublayer's output FP32: its SUMMED parts, or the experts' rows and the shared one, added up."""
     own = t64[:, None] * WIDTH + d[None, :]
     if SOURCE == 1:
-        return tl.load(out_ptr + own, mask=live, other=0.0).to(tl.float32)
+        return added(out_ptr + own, num_tokens * WIDTH, live, SUMMED)
     else:
         o = tl.load(shared_ptr + own, mask=live, other=0.0).to(tl.float32)
         for row in tl.static_range(PER_TOKEN):

@@ -10,6 +10,7 @@ from worker_svc.ops.hyper_boundary.mixer import STREAMS, BoundaryRules, Mixer
 from worker_svc.ops.hyper_mix import collapse, expand
 from worker_svc.ops.hyper_mix.ref import mix_weights
 from worker_svc.ops.matmul import matmul
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.quant_fp8 import ACTIVATION_BLOCK, quantise, scale_value
 from worker_svc.ops.rms_norm import inverse_rms, rms_norm
 
@@ -34,7 +35,7 @@ def post_mix(
         assert rows is not None and shared is not None
         sublayer = rows.view(tokens, -1, width).float().sum(1) + shared.float()
     else:
-        sublayer = out.float()
+        sublayer = added(out, 2).float()
     mixed = expand(sublayer, x_in.float(), post, comb.view(-1, STREAMS, STREAMS), deterministic=invariant.on())
     x_out.copy_(mixed)
 

@@ -21,6 +21,7 @@ from worker_svc.ops import invariant
 from worker_svc.ops.hyper_boundary.collapse import collapse_norm
 from worker_svc.ops.hyper_boundary.mix import mix_few, mix_many
 from worker_svc.ops.hyper_boundary.mixer import BoundaryRules, Mixer, Workspace
+from worker_svc.ops.partial_sums import parts_of
 
 EMBED, OUTPUT, EXPERTS = 0, 1, 2
 _COLUMNS = Workspace.COLUMNS
@@ -93,7 +94,7 @@ def built_in_split(tokens: int, width: int) -> Split:
 
 def embed_mix(ids: Tensor, embed: Tensor, x_out: Tensor, mixer: Mixer, workspace: Workspace) -> None:
     """See the door."""
-    _pass1(x_out, x_out, x_out, x_out, x_out, x_out, ids, embed, mixer, workspace, EMBED, 1)
+    _pass1(x_out, x_out, x_out, x_out, x_out, x_out, ids, embed, mixer, workspace, EMBED)
 
 
 def post_mix(
@@ -109,11 +110,11 @@ def post_mix(
 ) -> None:
     """See the door."""
     if out is not None:
-        _pass1(x_in, x_out, out, out, post, comb, post, x_in, mixer, workspace, OUTPUT, 1)
+        _pass1(x_in, x_out, out, out, post, comb, post, x_in, mixer, workspace, OUTPUT, summed=parts_of(out, 2))
     else:
         assert rows is not None and shared is not None
         per_token = rows.shape[0] // max(x_in.shape[0], 1)
-        _pass1(x_in, x_out, rows, shared, post, comb, post, x_in, mixer, workspace, EXPERTS, per_token)
+        _pass1(x_in, x_out, rows, shared, post, comb, post, x_in, mixer, workspace, EXPERTS, per_token=per_token)
 
 
 def pre_norm(
@@ -141,7 +142,9 @@ def head_norm(
     _pass2(x, mixer, workspace, norm_weight, rules, rows, z, z, z, None, None, None, z)
 
 
-def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, source, per_token):
+def _pass1(
+    x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, source, *, per_token=1, summed=1
+):  # fmt: skip
     tokens, _, width = x_out.shape
     if tokens == 0:
         return
@@ -166,6 +169,7 @@ def _pass1(x_in, x_out, out, shared, post, comb, ids, embed, mixer, workspace, s
         OUTPUTS=mixer.outputs,
         SOURCE=source,
         PER_TOKEN=per_token,
+        SUMMED=summed,
         TOKENS=cut.tokens,
         CHANNELS=cut.channels,
         **along,

@@ -28,13 +28,15 @@ def latent_rows(
     workspace: Tensor | None = None,
     workspace_rows: Tensor | None = None,
 ) -> None:
-    """qkv bf16 [T, q_lora + 512] (any row stride), norm weights FP32 [q_lora] and [512], turns FP32 [positions, 32, 2].
+    """qkv BF16 [T, q_lora + 512] (any row stride), or FP32 [parts, T, q_lora + 512] of a split product, to be added up;
+    norm weights FP32 [q_lora] and [512], turns FP32 [positions, 32, 2].
 
     Writes q_codes e4m3 [T, q_lora] and q_scale FP32 [T, q_lora / 128] (any strides) of the normed latent, the KV row
     into row window_write[t] of window_pool (-1: nowhere), and the rounded row into workspace[workspace_rows[t]].
     """
     tokens, width = positions.shape[0], q_weight.shape[0]
-    assert qkv.shape == (tokens, width + HEAD_DIM) and qkv.dtype == torch.bfloat16 and qkv.stride(1) == 1, qkv.shape
+    assert qkv.shape[-2:] == (tokens, width + HEAD_DIM) and qkv.stride(-1) == 1, qkv.shape
+    assert qkv.dtype == (torch.bfloat16 if qkv.dim() == 2 else torch.float32), (qkv.shape, qkv.dtype)
     assert q_codes.shape == (tokens, width) and q_codes.is_contiguous() and width % 128 == 0, q_codes.shape
     assert q_scale.shape == (tokens, width // 128) and q_scale.dtype == torch.float32, q_scale.shape
     assert q_weight.dtype == kv_weight.dtype == turns.dtype == torch.float32 and kv_weight.shape == (HEAD_DIM,)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from worker_svc.ops import kv_rows, quant_fp8
 from worker_svc.ops.kv_rows.ref import round_rows
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.rms_norm import rms_norm
 from worker_svc.ops.rope import rotate_
 
@@ -25,6 +26,7 @@ def latent_rows(
 ) -> None:
     """See the door."""
     width = q_weight.shape[0]
+    qkv = added(qkv, 2)
     latent, kv = qkv[:, :width].float(), qkv[:, width:].float()
     codes, exponent = quant_fp8.quantise(rms_norm(latent, q_weight, eps), quant_fp8.ACTIVATION_BLOCK)
     q_codes.copy_(codes)

@@ -14,18 +14,20 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
+from worker_svc.ops.partial_sums import parts_of
 from worker_svc.ops.triton_numbers import pow2_scale
-from worker_svc.ops.triton_rows import codes_of, inverse, rounded_row, store_row
+from worker_svc.ops.triton_rows import added, codes_of, inverse, rounded_row, store_row
 
 
 @triton.jit
 def _latent(
-    qkv, stride, token, weight, codes, scale, scale_row, scale_column, eps, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
-):
+    row, part_stride, token, weight, codes, scale, scale_row, scale_column, eps,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     block = tl.arange(0, BLOCKS)
     place = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     known = place < WIDTH
-    x = tl.load(qkv + token.to(tl.int64) * stride + place, mask=known, other=0.0).to(tl.float32)
+    x = added(row + place, part_stride, known, PARTS)
     inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / WIDTH) + eps)
     y = x * inverse_rms * tl.load(weight + place, mask=known, other=0.0)
     factor = pow2_scale(tl.max(tl.abs(y), 1))
@@ -35,16 +37,16 @@ def _latent(
 
 
 @triton.jit
-def _kv_row(x_ptr, weight, turns, position, eps):
+def _kv_row(x_ptr, part_stride, weight, turns, position, eps, PARTS: tl.constexpr):
     """FP32 [8, 64]: norm, and the rotation of the last block."""
     block = tl.arange(0, 8)[:, None]
     place = tl.arange(0, 64)[None, :]
-    x = tl.load(x_ptr + block * 64 + place).to(tl.float32)
+    x = added(x_ptr + block * 64 + place, part_stride, tl.full((8, 64), 1, tl.int1), PARTS)
     inverse_rms = tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / 512) + eps)
     turning = (block == 7) & (place >= 0)
     other = place ^ 1
     y = x * inverse_rms * tl.load(weight + block * 64 + place)
-    partner = tl.load(x_ptr + 448 + other + block * 0, mask=turning, other=0.0).to(tl.float32)
+    partner = added(x_ptr + 448 + other + block * 0, part_stride, turning, PARTS)
     partner = partner * inverse_rms * tl.load(weight + 448 + other + block * 0, mask=turning, other=0.0)
     angle = turns + position.to(tl.int64) * 64 + (place // 2) * 2 + block * 0
     cos = tl.load(angle, mask=turning, other=1.0)
@@ -56,6 +58,7 @@ def _kv_row(x_ptr, weight, turns, position, eps):
 def _latent_rows(
     qkv,
     qkv_stride,
+    part_stride,
     q_weight,
     kv_weight,
     turns,
@@ -74,14 +77,16 @@ def _latent_rows(
     BLOCKS: tl.constexpr,
     BF16: tl.constexpr,
     KEEP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     token = tl.program_id(0)
+    own = qkv + token.to(tl.int64) * qkv_stride
     if tl.program_id(1) == 0:
-        _latent(qkv, qkv_stride, token, q_weight, codes, scale, scale_row, scale_column, eps, WIDTH, BLOCKS)
+        _latent(own, part_stride, token, q_weight, codes, scale, scale_row, scale_column, eps, WIDTH, BLOCKS, PARTS)
     else:
         position = tl.load(positions + token)
         if position >= 0:
-            y = _kv_row(qkv + token.to(tl.int64) * qkv_stride + WIDTH, kv_weight, turns, position, eps)
+            y = _kv_row(own + WIDTH, part_stride, kv_weight, turns, position, eps, PARTS)
             row = tl.load(window_write + token)
             if row >= 0:
                 store_row(y, pool, row, page_bytes, BF16)
@@ -112,7 +117,8 @@ def latent_rows(
     assert workspace is None or (workspace.dtype == torch.bfloat16 and workspace.is_contiguous())
     _latent_rows[(positions.shape[0], 2)](
         qkv,
-        qkv.stride(0),
+        qkv.stride(-2),
+        qkv.stride(0) if qkv.dim() == 3 else 0,
         q_weight,
         kv_weight,
         turns,
@@ -131,5 +137,6 @@ def latent_rows(
         BLOCKS=triton.next_power_of_2(width // 128),
         BF16=window_pool.shape[1] == BF16_PAGE_BYTES,
         KEEP=keep,
+        PARTS=parts_of(qkv, 2),
         num_warps=4,
     )

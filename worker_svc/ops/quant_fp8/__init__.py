@@ -8,6 +8,7 @@ there, outputs the caller's, scales as FP32 numbers.
 import torch
 
 from worker_svc.ops import registry
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.quant_fp8 import ref
 from worker_svc.ops.quant_fp8.ref import (
     ACTIVATION_BLOCK,
@@ -48,18 +49,19 @@ def quantise(
 
 
 def quantise_rows(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
-    """x BF16 or FP32 [T, n], n % 128 == 0 -> codes E4M3 [T, n], scale FP32 [T, n / 128] of any strides."""
-    assert x.dim() == 2 and x.stride(1) == 1 and codes.shape == x.shape and codes.is_contiguous(), (
-        x.shape,
-        codes.shape,
-    )
-    assert x.shape[1] % ACTIVATION_BLOCK == 0 and scale.shape == (x.shape[0], x.shape[1] // ACTIVATION_BLOCK)
+    """x BF16 or FP32 [T, n], n % 128 == 0, or FP32 [parts, T, n] of a split product, to be added up
+
+    -> codes E4M3 [T, n], scale FP32 [T, n / 128] of any strides.
+    """
+    rows, width = codes.shape
+    assert x.shape[-2:] == codes.shape and x.stride(-1) == 1 and codes.is_contiguous(), (x.shape, codes.shape)
+    assert width % ACTIVATION_BLOCK == 0 and scale.shape == (rows, width // ACTIVATION_BLOCK), (width, scale.shape)
     if registry.on_kernel("quant_fp8", x.is_cuda):
         from worker_svc.ops.quant_fp8 import triton
 
         triton.quantise_rows(x, codes, scale)
     else:
-        rounded, exponent = ref.quantise(x, ACTIVATION_BLOCK)
+        rounded, exponent = ref.quantise(added(x, 2), ACTIVATION_BLOCK)
         codes.copy_(rounded)
         scale.copy_(scale_value(exponent))
 

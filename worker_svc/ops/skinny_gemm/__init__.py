@@ -20,22 +20,23 @@ def fp8(
 ) -> Tensor:
     """codes E4M3 [M, K], scale FP32 [M, K / 128] of any strides, weight E4M3 [N, K], its scale FP32 [N / 128, K / 128]
 
-    -> out BF16 or FP32 [M, N], returned.
+    -> out BF16 or FP32 [M, N], or FP32 [parts, M, N]: partial sums over K, as in `bf16`. Returned.
     """
     grouped = (codes.unsqueeze(1), scale.unsqueeze(1), weight.unsqueeze(0), weight_scale.unsqueeze(0))
-    return fp8_grouped(*grouped, out.unsqueeze(1), tiled=tiled).squeeze(1)
+    return fp8_grouped(*grouped, out.unsqueeze(-2), tiled=tiled).squeeze(-2)
 
 
 def fp8_grouped(
     codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor, *, tiled: bool = False
 ) -> Tensor:
     """Block-diagonal: codes E4M3 [M, G, K], scale FP32 [M, G, K / 128], weight E4M3 [G, N, K], its scale [G, N / 128,
-    K / 128] -> out [M, G, N], returned."""
+    K / 128] -> out [M, G, N] or FP32 [parts, M, G, N], returned."""
     rows, groups, inner = codes.shape
     assert (tiled or rows <= MAX_ROWS) and inner % 128 == 0, codes.shape
-    assert weight.shape == (groups, out.shape[2], inner) and weight.is_contiguous(), (weight.shape, codes.shape)
-    assert scale.shape == (rows, groups, inner // 128) and out.shape[:2] == (rows, groups), (scale.shape, out.shape)
-    assert weight_scale.shape == (groups, -(-out.shape[2] // 128), inner // 128) and weight_scale.is_contiguous()
+    assert weight.shape == (groups, out.shape[-1], inner) and weight.is_contiguous(), (weight.shape, codes.shape)
+    assert scale.shape == (rows, groups, inner // 128) and out.shape[-3:-1] == (rows, groups), (scale.shape, out.shape)
+    assert weight_scale.shape == (groups, -(-out.shape[-1] // 128), inner // 128) and weight_scale.is_contiguous()
+    assert out.dim() == 3 or inner % (128 * out.shape[0]) == 0, (out.shape, inner)
     if registry.on_kernel("skinny_gemm", codes.is_cuda):
         from worker_svc.ops.skinny_gemm import triton
 

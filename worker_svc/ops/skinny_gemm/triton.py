@@ -32,10 +32,14 @@ class Tile:
 def tile_fp8(rows: int, columns: int, inner: int) -> Tile:
     """Enough programs for 132 SMs, else as wide as they come."""
     if columns >= 16384:
-        return Tile(64, 256 if inner % 256 == 0 else 128, 4, 4)
+        return Tile(64, 128 if rows <= 16 or inner % 256 else 256, 4, 4)
     if columns >= 4096:
         return Tile(32, 256 if inner % 256 == 0 else 128, 6 if rows <= 16 else 4, 4)
     return Tile(16, 256 if inner % 256 == 0 else 128, 6 if rows <= 16 else 4, 2 if rows <= 16 else 4)
+
+
+PARTS_TILE = Tile(64, 128, 4, 4)
+"""Of an FP8 product whose K is cut into parts: columns alone need not fill the chip any more."""
 
 
 def tile_bf16(rows: int, columns: int, inner: int) -> Tile:
@@ -58,12 +62,13 @@ def fp8_grouped(
 ) -> None:
     """See the door; `tile` is for tuning."""
     rows, groups, inner = codes.shape
-    columns = weight.shape[1]
+    columns, parts = weight.shape[1], out.shape[0] if out.dim() == 4 else 1
     if rows == 0:
         return
     row_tile = TILED_ROWS if tiled else _row_tile(rows)
-    tile = tile or tile_fp8(row_tile if tiled else rows, columns * groups, inner)
-    _skinny_fp8[(triton.cdiv(columns, tile.columns), groups, triton.cdiv(rows, row_tile))](
+    whole = tile_fp8(row_tile if tiled else rows, columns * groups, inner)
+    tile = tile or (whole if parts == 1 else PARTS_TILE)
+    _skinny_fp8[(triton.cdiv(columns, tile.columns), groups * parts, triton.cdiv(rows, row_tile))](
         codes,
         scale,
         weight,
@@ -73,10 +78,12 @@ def fp8_grouped(
         codes.stride(0),
         codes.stride(1),
         *scale.stride(),
+        out.stride(-3),
+        out.stride(-2),
         out.stride(0),
-        out.stride(1),
         COLUMNS=columns,
         INNER=inner,
+        SPLITS=parts,
         ROWS=row_tile,
         TILE=tile.columns,
         STEP=tile.inner,
@@ -134,18 +141,22 @@ def _skinny_fp8(
     sx_block,
     out_row,
     out_group,
+    out_part,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     STEP: tl.constexpr,
     TO_BF16: tl.constexpr,
 ):
     """TILE columns of one group, as rows of the product: weights are its left operand. TILE divides 128, so all share
-    the weight's scales. The scales of a step are loaded a step ahead: nothing else would hide that latency."""
+    the weight's scales. The scales of a step are loaded a step ahead: nothing else would hide that latency. With SPLITS
+    a program takes one piece of K and writes one of so many partial sums."""
     PARTS: tl.constexpr = STEP // 128
     BLOCKS: tl.constexpr = INNER // 128
-    group = tl.program_id(1).to(tl.int64)
+    SPAN: tl.constexpr = INNER // SPLITS
+    group = (tl.program_id(1) // SPLITS).to(tl.int64)
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, 128)
@@ -155,6 +166,13 @@ def _skinny_fp8(
     x_ptr += first.to(tl.int64) * x_row
     sx_ptr += first.to(tl.int64) * sx_row
     out_ptr += first.to(tl.int64) * out_row
+    if SPLITS > 1:
+        split = tl.program_id(1) % SPLITS
+        x_ptr += split * SPAN
+        w_ptr += split * SPAN
+        sx_ptr += split * (SPAN // 128) * sx_block
+        sw_ptr += split * (SPAN // 128)
+        out_ptr += split.to(tl.int64) * out_part
     inside = n < COLUMNS
     x = x_ptr + m[None, :] * x_row + group * x_group + k[:, None]
     sx = sx_ptr + m[None, :] * sx_row + group * sx_group
@@ -162,8 +180,8 @@ def _skinny_fp8(
     sw = sw_ptr + (group * tl.cdiv(COLUMNS, 128) + tl.program_id(0) * TILE // 128) * BLOCKS
     acc = tl.zeros((TILE, ROWS), tl.float32)
     factors = tl.load(sx + p[:, None] * sx_block, mask=here[None, :], other=0.0) * tl.load(sw + p)[:, None]
-    for step in range(0, INNER, STEP):
-        b = tl.minimum(step // 128 + PARTS + p, BLOCKS - 1)
+    for step in range(0, SPAN, STEP):
+        b = tl.minimum(step // 128 + PARTS + p, SPAN // 128 - 1)
         ahead = tl.load(sx + b[:, None] * sx_block, mask=here[None, :], other=0.0)
         ahead_w = tl.load(sw + b)
         for part in tl.static_range(PARTS):
