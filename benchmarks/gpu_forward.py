@@ -287,8 +287,7 @@ def check_flash(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     """The same for four layers of Flash width: minutes of plain torch on the CPU."""
     from benchmarks._gpu_checks import check_flash as four_layers
 
-    del options
-    four_layers(lab.device, report)
+    four_layers(lab.device, report, tokens=options.flash_tokens)
 
 
 def diverge(lab: Lab, report: Report, options: argparse.Namespace) -> None:
@@ -343,6 +342,7 @@ def run(args: list[str]) -> dict[str, float | int | str]:
         "--by-kind", type=_numbers, default=[1, 64], help="batches at which layer kinds are timed apart"
     )
     parser.add_argument("--requests", type=int, default=40, help="sampled requests that diverge compares, 0 for none")
+    parser.add_argument("--flash-tokens", type=int, default=200, help="tokens of check_flash, 60 or more")
     parser.add_argument("--out", type=Path, help="file for tables and metrics")
     parser.add_argument("--kernel-cache", default="", help="folder of compiled kernels to use, as a worker's option")
     parser.add_argument("--cold-caches", type=Path, help="empty folder that coldstart leaves its caches in")

@@ -165,13 +165,16 @@ class CompileWatch:
         self._known = self._names()
         return len(self._known)
 
-    def new(self) -> int:
-        """Kernels since `ready` or the last call; each is logged."""
+    def new(self, *, expected: bool = False) -> int:
+        """Kernels since `ready` or the last call; each is a warning, unless it is `expected`."""
         names = self._names()
         fresh = sorted(names - self._known)
         self._known |= names
         for name in fresh:
-            log.warning("a kernel was compiled while serving: %s", name)
+            if expected:
+                log.debug("compiled %s", name)
+            else:
+                log.warning("a kernel was compiled while serving: %s", name)
         self.total += len(fresh)
         return len(fresh)
 

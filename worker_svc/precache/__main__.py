@@ -110,7 +110,7 @@ def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine,
             buckets = executor.buckets
             del executor
     seconds = time.perf_counter() - start
-    compiled = watch.new()
+    compiled = watch.new(expected=True)
     Manifest(
         machine=machine,
         model=digest,

@@ -78,6 +78,9 @@ def test_compiles_after_ready_are_counted_once(tmp_path, caplog):
     (tmp_path / "deep_gemm" / "cache" / "kernel.gemm").mkdir()
     assert watch.new() == 1 and watch.new() == 0
     assert "compiled while serving: DG_JIT_CACHE_DIR:kernel.gemm" in caplog.text
+    caplog.clear()
+    (tmp_path / "triton" / "ahead").mkdir()
+    assert watch.new(expected=True) == 1 and not caplog.text, "what precache is for is no fault"
 
 
 def test_variables_that_are_set_stay(tmp_path, monkeypatch):
