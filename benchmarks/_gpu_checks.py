@@ -22,6 +22,7 @@ Case = Callable[[torch.device], Outputs]
 EXACT = ("rows", "list", "ids", "codes", "bytes")
 """Words in an output's name that make it bit-exact: integers and layouts."""
 NANO_SEED = 9999
+HOST = torch.device("cpu")
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
@@ -226,9 +227,19 @@ def _slot_step(device: torch.device) -> Outputs:
 # The whole forward
 
 
-def check_nano(device: torch.device, report: Any) -> None:
-    """V4-nano on text against both references, free and forced: logits of every token, greedy choices, decode too."""
-    from benchmarks._gpu_agreement import CpuModel, GpuForward, compare
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A model, what it reads, and the two references: the CPU model, and weights for the GPU forward on any device."""
+
+    config: Any
+    ids: list[int]
+    cpu: Any
+    weights: Callable[[torch.device], Any]
+
+
+def nano_text(tokens: int = 900) -> Text:
+    """V4-nano on text that it was not trained on."""
+    from benchmarks._gpu_agreement import CpuModel
     from benchmarks._gpu_model import NUMERICS
     from gateway.text.tokenizer import Tokenizer
     from meshkit.models import DEFAULT_MODEL
@@ -236,14 +247,25 @@ def check_nano(device: torch.device, report: Any) -> None:
     from worker_svc.executor import CpuExecutor
     from worker_svc.gpu.weights import WeightLoader
 
-    ids = unseen(Tokenizer.load(DEFAULT_MODEL), 900)
+    ids = unseen(Tokenizer.load(DEFAULT_MODEL), tokens)
     cpu = CpuModel(CpuExecutor.load(DEFAULT_MODEL, numerics=NUMERICS, slots=2, pages=8, tails=2, max_verify=1).model)
     checkpoint = load_checkpoint(DEFAULT_MODEL)
-    config, host = checkpoint.config, torch.device("cpu")
-    weights, mirrored = (WeightLoader(checkpoint, where).model() for where in (device, host))
-    for name, side in (("nano", cpu), ("nano_mirror", GpuForward(mirrored, config, host, graphs=False))):
-        free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
-        compare(side, {name: free, f"{name}_forced": forced}, ids, report)
+    return Text(checkpoint.config, ids, cpu, lambda where: WeightLoader(checkpoint, where).model())
+
+
+def check_nano(device: torch.device, report: Any) -> None:
+    """V4-nano on text against both references, free and forced: logits of every token, greedy choices, decode too."""
+    _check("nano", nano_text(), device, report)
+
+
+def _check(name: str, text: Text, device: torch.device, report: Any) -> None:
+    from benchmarks._gpu_agreement import GpuForward, compare
+
+    mirror = GpuForward(text.weights(HOST), text.config, HOST, graphs=False)
+    weights = text.weights(device)
+    for reference, side in ((f"{name}_mirror", mirror), (name, text.cpu)):
+        free, forced = (GpuForward(weights, text.config, device, graphs=on) for on in (True, False))
+        compare(side, {reference: free, f"{reference}_forced": forced}, text.ids, report)
 
 
 def unseen(tokenizer: Any, tokens: int) -> list[int]:
@@ -257,14 +279,12 @@ def unseen(tokenizer: Any, tokens: int) -> list[int]:
     return ids[:tokens]
 
 
-def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: int = 200) -> None:
-    """Four layers of real Flash width (fewer experts, a small vocabulary) against both references.
+def flash_text(device: torch.device, *, experts: int = 8, tokens: int = 200) -> Text:
+    """Four layers of real Flash width, fewer experts, a small vocabulary, weights drawn on `device`.
 
     All layers route by table: a random router's near-ties would choose other experts on either side of a rounding.
-    Against the CPU model, exact between its quantisations, BF16 tips FP8 codes: plain torch with the same roundings
-    comes to a cosine of 0.9936 there. Only the mirror shows what the kernels themselves do.
     """
-    from benchmarks._gpu_agreement import CpuModel, GpuForward, compare
+    from benchmarks._gpu_agreement import CpuModel
     from benchmarks._gpu_model import NUMERICS, RandomSource
     from worker_svc.checkpoint.census import preset
     from worker_svc.gpu.weights import WeightLoader
@@ -284,13 +304,14 @@ def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: 
     source = Remembered(RandomSource(config, device))
     pools = KvPools(KvLayout(config=config, numerics=NUMERICS, max_verify=1), slots=2, pages=8, tails=2)
     builder: Any = ModelBuilder(OnHost(source), pools.layout, max_context=2048, deterministic=False)  # type: ignore[arg-type]
-    cpu = builder.transformer(pools)
-    mirrored, weights = (WeightLoader(source, where).model() for where in (torch.device("cpu"), device))
-    mirror = GpuForward(mirrored, config, torch.device("cpu"), graphs=False)
     ids = torch.randint(3, 4096, (tokens,), generator=_rng(51)).tolist()
-    for name, side in (("flash4_mirror", mirror), ("flash4", CpuModel(cpu))):
-        free, forced = (GpuForward(weights, config, device, graphs=on) for on in (True, False))
-        compare(side, {name: free, f"{name}_forced": forced}, ids, report)
+    cpu = CpuModel(builder.transformer(pools))
+    return Text(config, ids, cpu, lambda where: WeightLoader(source, where).model())
+
+
+def check_flash(device: torch.device, report: Any, *, experts: int = 8, tokens: int = 200) -> None:
+    """The same for four layers of Flash width. What rounding alone comes to there: `python -m benchmarks rounding`."""
+    _check("flash4", flash_text(device, experts=experts, tokens=tokens), device, report)
 
 
 class OnHost:

@@ -72,6 +72,7 @@ def doctor(
         lambda: port_row(host, port),
         sockets_row,
         lambda: kernel_rows(pins) if kernels or pins or _nvml()[0] else iter(()),
+        lambda: cache_row(model) if _nvml()[0] else iter(()),
     )
     rows = [row for check in checks for row in check()]
     failed = [row for row in rows if row.status == "fail"]
@@ -247,6 +248,27 @@ def kernel_rows(pins: Sequence[str]) -> Iterator[Row]:
         slower = bool(op["passed_over"]) and table["chip"] > 0
         fact = f"{op['backend']}{pinned}{'; ' if passed else ''}{passed}"
         yield Row(f"op {op['op']}", "warn" if slower else "ok", fact, op["pip"])
+
+
+def cache_row(model: str | None) -> Iterator[Row]:
+    """Are the GPU's kernels compiled ahead, and is anything tuned? Asked of a process that imports torch."""
+    try:
+        folder = find_model(model)
+    except ProblemsError:
+        return  # the model's row says it
+    line = [sys.executable, "-m", "worker_svc.precache", "--model", str(folder), "--where"]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=PROBE_S)
+        found = json.loads(done.stdout.splitlines()[-1])
+        problem, tuned = found.get("problem", ""), found["tuned"]
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError, KeyError) as error:
+        yield Row("kernel cache", "warn", f"asking the worker failed: {type(error).__name__}", " ".join(line))
+        return
+    if problem:
+        fact = f"a start compiles its kernels first, for minutes: {problem}"
+        yield Row("kernel cache", "warn", fact, f"v4mesh precache {folder}")
+    else:
+        yield Row("kernel cache", "ok", f"covers this machine and model; tuned: {tuned}")
 
 
 def _from_problem(name: str, problem: Problem) -> Row:

@@ -74,6 +74,32 @@ def test_hidden_gpus_are_told_from_absent_ones(monkeypatch: pytest.MonkeyPatch):
     assert (row.status, "8 visible (NVIDIA H200)" in row.fact) == ("ok", True)
 
 
+@pytest.mark.parametrize(
+    ("said", "status", "fact", "fix"),
+    [
+        ({"tuned": "3 of 13 choices tuned, 2026-11-30"}, "ok", "covers this machine and model; tuned: 3 of 13", ""),
+        (
+            {"tuned": "nothing", "problem": "there is no manifest"},
+            "warn",
+            "for minutes: there is no manifest",
+            "precache",
+        ),
+        ({}, "warn", "asking the worker failed: KeyError", "worker_svc.precache"),
+    ],
+)
+def test_the_kernel_cache_of_a_gpu_is_told(
+    said: dict[str, str], status: str, fact: str, fix: str, monkeypatch: pytest.MonkeyPatch
+):
+    def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert line[-1] == "--where" and str(DEFAULT_MODEL) in line
+        return subprocess.CompletedProcess(line, 9, stdout="a line\n" + json.dumps(said) + "\n")
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    (row,) = doctor.cache_row(None)
+    assert row.status == status and fact in row.fact and fix in row.fix
+    assert list(doctor.cache_row("/nonexistent/model")) == []
+
+
 def test_a_model_that_is_not_there_ends_with_6(capsys: pytest.CaptureFixture[str]):
     status, found = rows(capsys, "--model", "/nonexistent/model")
     assert status == Exit.MODEL

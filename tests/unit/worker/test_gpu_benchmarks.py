@@ -10,10 +10,12 @@ from benchmarks import (
     _gpu_diverge,
     _gpu_op_invariance,
     gpu_ops,
+    rounding,
 )
 from benchmarks._gpu_choices import Choices
 from benchmarks._gpu_profile import attention_kernels
 from benchmarks.gpu_forward import Report
+from worker_svc.ops.fp8_gemm import ref as fp8_products
 from worker_svc.ops.index_scores import rows_ref as scores_ref
 from worker_svc.ops.sparse_attention import rows_ref as attention_ref
 
@@ -143,3 +145,17 @@ def test_the_checks_of_operations_run_through(monkeypatch):
     _gpu_checks.check_ops(torch.device("cpu"), report)
     assert not [name for name in report.metrics if name.endswith("_failed")]
     assert report.metrics["ops_worst_error"] < 3e-3 and len(report.tables["ops"]) > 20
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rounding_is_told_by_what_is_rounded_and_leaves_the_products_as_they_were(monkeypatch, capsys):
+    monkeypatch.delitem(rounding.CHANGES, "FP8 tensor core sums")  # the slowest
+    products = fp8_products.matmul, attention_ref.chunk_attention
+    found = rounding.run(["--tokens", "80"])
+    assert (fp8_products.matmul, attention_ref.chunk_attention) == products
+    order, weights, exact = (
+        found[f"{name}_forced_chunk_cosine"]
+        for name in ("order_of_FP32_sums", "attention_weights_BF16", "BF16_against_exact")
+    )
+    assert order > 0.9999 > weights > 0.99 and exact < order
+    assert "of the worst token" in capsys.readouterr().out
