@@ -144,28 +144,16 @@ def _post_combs(
         gate = _gate(_column(parts, 4 + k, here, num_tokens, PARTS) * a + tl.load(base_ptr + 4 + k))
         tl.store(post_ptr + row * 4 + k, 2.0 * gate, mask=here)
     a = tl.load(scale_ptr + 2) * factor
-    c00, c01, c02, c03 = _softmax_columns(parts, here, 8, a, base_ptr, num_tokens, PARTS, EPS)
-    c10, c11, c12, c13 = _softmax_columns(parts, here, 12, a, base_ptr, num_tokens, PARTS, EPS)
-    c20, c21, c22, c23 = _softmax_columns(parts, here, 16, a, base_ptr, num_tokens, PARTS, EPS)
-    c30, c31, c32, c33 = _softmax_columns(parts, here, 20, a, base_ptr, num_tokens, PARTS, EPS)
-    c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
-    c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
-    c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
-    c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
-    for _ in range(ITERATIONS - 1):
-        c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
-        c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
-        c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
-        c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
-        c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
-        c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
-        c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
-        c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+    c0 = _softmax_columns(parts, here, 8, a, base_ptr, num_tokens, PARTS, EPS)
+    c1 = _softmax_columns(parts, here, 12, a, base_ptr, num_tokens, PARTS, EPS)
+    c2 = _softmax_columns(parts, here, 16, a, base_ptr, num_tokens, PARTS, EPS)
+    c3 = _softmax_columns(parts, here, 20, a, base_ptr, num_tokens, PARTS, EPS)
+    c0, c1, c2, c3 = _sinkhorn(c0, c1, c2, c3, ITERATIONS, EPS)
     comb = comb_ptr + row * 16
-    _store_columns(comb, here, c00, c01, c02, c03)
-    _store_columns(comb + 4, here, c10, c11, c12, c13)
-    _store_columns(comb + 8, here, c20, c21, c22, c23)
-    _store_columns(comb + 12, here, c30, c31, c32, c33)
+    _store_columns(comb, here, c0)
+    _store_columns(comb + 4, here, c1)
+    _store_columns(comb + 8, here, c2)
+    _store_columns(comb + 12, here, c3)
 
 
 @triton.jit
@@ -188,7 +176,8 @@ def _softmax_columns(parts, here, column, a, base_ptr, num_tokens, PARTS: tl.con
 
 
 @triton.jit
-def _store_columns(at, here, a, b, c, d):
+def _store_columns(at, here, row):
+    a, b, c, d = row
     tl.store(at, a, mask=here)
     tl.store(at + 1, b, mask=here)
     tl.store(at + 2, c, mask=here)
@@ -225,27 +214,15 @@ def _post_comb(
         raw = _total(parts, (4 + k) * PARTS, s, PARTS) * a + tl.load(base_ptr + 4 + k)
         tl.store(post_ptr + k, 2.0 * _gate(raw))
     a = tl.load(scale_ptr + 2) * factor
-    c00, c01, c02, c03 = _softmax_row(parts, s, 8, a, base_ptr, PARTS, EPS)
-    c10, c11, c12, c13 = _softmax_row(parts, s, 12, a, base_ptr, PARTS, EPS)
-    c20, c21, c22, c23 = _softmax_row(parts, s, 16, a, base_ptr, PARTS, EPS)
-    c30, c31, c32, c33 = _softmax_row(parts, s, 20, a, base_ptr, PARTS, EPS)
-    c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
-    c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
-    c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
-    c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
-    for _ in range(ITERATIONS - 1):
-        c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
-        c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
-        c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
-        c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
-        c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
-        c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
-        c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
-        c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
-    _store_row(comb_ptr, c00, c01, c02, c03)
-    _store_row(comb_ptr + 4, c10, c11, c12, c13)
-    _store_row(comb_ptr + 8, c20, c21, c22, c23)
-    _store_row(comb_ptr + 12, c30, c31, c32, c33)
+    c0 = _softmax_row(parts, s, 8, a, base_ptr, PARTS, EPS)
+    c1 = _softmax_row(parts, s, 12, a, base_ptr, PARTS, EPS)
+    c2 = _softmax_row(parts, s, 16, a, base_ptr, PARTS, EPS)
+    c3 = _softmax_row(parts, s, 20, a, base_ptr, PARTS, EPS)
+    c0, c1, c2, c3 = _sinkhorn(c0, c1, c2, c3, ITERATIONS, EPS)
+    _store_row(comb_ptr, c0)
+    _store_row(comb_ptr + 4, c1)
+    _store_row(comb_ptr + 8, c2)
+    _store_row(comb_ptr + 12, c3)
 
 
 @triton.jit
@@ -268,6 +245,29 @@ def _softmax(r0, r1, r2, r3, EPS: tl.constexpr):
 
 
 @triton.jit
+def _sinkhorn(r0, r1, r2, r3, ITERATIONS: tl.constexpr, EPS: tl.constexpr):
+    """Four rows of four, columns to one, then rows and columns in turn."""
+    c00, c01, c02, c03 = r0
+    c10, c11, c12, c13 = r1
+    c20, c21, c22, c23 = r2
+    c30, c31, c32, c33 = r3
+    c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
+    c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
+    c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
+    c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+    for _ in range(ITERATIONS - 1):
+        c00, c01, c02, c03 = _to_one(c00, c01, c02, c03, EPS)
+        c10, c11, c12, c13 = _to_one(c10, c11, c12, c13, EPS)
+        c20, c21, c22, c23 = _to_one(c20, c21, c22, c23, EPS)
+        c30, c31, c32, c33 = _to_one(c30, c31, c32, c33, EPS)
+        c00, c10, c20, c30 = _to_one(c00, c10, c20, c30, EPS)
+        c01, c11, c21, c31 = _to_one(c01, c11, c21, c31, EPS)
+        c02, c12, c22, c32 = _to_one(c02, c12, c22, c32, EPS)
+        c03, c13, c23, c33 = _to_one(c03, c13, c23, c33, EPS)
+    return (c00, c01, c02, c03), (c10, c11, c12, c13), (c20, c21, c22, c23), (c30, c31, c32, c33)
+
+
+@triton.jit
 def _to_one(a, b, c, d, EPS: tl.constexpr):
     """Four numbers over their sum."""
     share = 1.0 / ((a + b) + (c + d) + EPS)
@@ -275,7 +275,8 @@ def _to_one(a, b, c, d, EPS: tl.constexpr):
 
 
 @triton.jit
-def _store_row(at, a, b, c, d):
+def _store_row(at, row):
+    a, b, c, d = row
     tl.store(at, a)
     tl.store(at + 1, b)
     tl.store(at + 2, c)
