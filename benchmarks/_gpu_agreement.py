@@ -87,15 +87,16 @@ class GpuForward:
         return recorded_rows(self.model, choices, PAGES)
 
 
-def compare(reference: Side, gpus: Mapping[str, GpuForward], ids: list[int], report: Any) -> None:
-    """All but the last 40 ids as one chunk, ten as another, the rest token by token.
+def compare(reference: Side, gpus: Mapping[str, GpuForward], ids: list[int], report: Any, *, singles: int = 30) -> None:
+    """The last `singles` ids token by token, ten before them as a chunk, all others as another.
 
     `gpus` by the name of their metrics; one whose name ends in `forced` reads what the reference chose.
     """
     kept = {name: Choices() for name in gpus}
     choices, wanted = Choices(), list[Tensor]()
     found: dict[str, list[Tensor]] = {name: [] for name in gpus}
-    cuts = (len(ids) - 40, len(ids) - 30, *range(len(ids) - 29, len(ids) + 1))
+    last = len(ids) - singles
+    cuts = (last - 10, *range(last, len(ids) + 1))
     for start, end in pairwise((0, *cuts)):
         part = ids[start:end]
         choices.forget()

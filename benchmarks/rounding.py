@@ -128,7 +128,7 @@ def run(args: list[str]) -> dict[str, float | int | str]:
 
     def against(side: GpuForward | CpuModel, name: str, change: Callable[[], AbstractContextManager[None]]) -> None:
         free, forced = (Changed(text, weights, change) for _ in range(2))
-        compare(side, {name: free, f"{name} forced": forced}, text.ids, rows)
+        compare(side, {name: free, f"{name} forced": forced}, text.ids, rows, singles=30 if nano else 6)
 
     for name, change in CHANGES.items():
         against(GpuForward(weights, text.config, HOST, graphs=False), name, change)
