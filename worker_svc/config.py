@@ -45,6 +45,8 @@ class WorkerConfig:
     kernel_cache: str = option("", "Folder of compiled GPU kernels (default: the user's cache).")
     jit: bool = option(True, "Compile GPU kernels that the cache lacks; off: refuse to start without its manifest.")
     jit_recompile: bool = option(False, "Ignore the kernel cache: compile everything into a folder of its own.")
+    autotune: bool = option(True, "Take the choices that `v4mesh precache --tune` measured; off: the built-in ones.")
+    autotune_cache: str = option("", "Folder of what was measured (default: with the kernels).")
     metrics_port: int = option(0, "Port of /metrics on loopback, 0 for none.")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "Least severe lines to log.")
     log_format: Literal["text", "json"] = option("text", "Form of the log lines.")

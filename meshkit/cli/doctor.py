@@ -19,6 +19,7 @@ from typing import Literal
 import click
 
 from meshkit.address import MAX_UNIX_PATH
+from meshkit.cli.flag_table import folders_of_caches
 from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import DEFAULT_PORT
 from meshkit.cli.model_folder import check_model_folder, find_model, weight_bytes
@@ -257,6 +258,9 @@ def cache_row(model: str | None) -> Iterator[Row]:
     except ProblemsError:
         return  # the model's row says it
     line = [sys.executable, "-m", "worker_svc.precache", "--model", str(folder), "--where"]
+    folders = folders_of_caches(environment())
+    for option, name in (("--cache", "kernel_cache"), ("--autotune-cache", "autotune_cache")):
+        line += [option, folders[name]] if name in folders else []
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=PROBE_S)
         found = json.loads(done.stdout.splitlines()[-1])

@@ -20,7 +20,6 @@ Parser = Callable[[str], Any]
 GPUS = "several GPUs under one worker"
 EXPERTS_APART = "experts spread over GPUs"
 DRAFTING = "speculative decoding"
-TUNING = "tuning at run time"
 BLACKWELL = "a forward for Blackwell"
 COMPILED = (
     "the GPU forward lies in kernels already: what torch's compiler could join is 0.04 % of a decode step and 0.02 % "
@@ -343,17 +342,15 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Tune kernels per shape.",
         ours="worker.autotune",
         parse=yes_no,
-        needs=TUNING,
-        meanwhile="`v4mesh precache --tune` measures ahead of serving, and workers take what it found",
-        quiet=(False,),
+        does="a GPU worker computes with the built-in choices, whatever `v4mesh precache --tune` measured",
+        quiet=(True,),
         invented=True,
     ),
     Entry(
         name="FLASHINFER_AUTOTUNE_CACHE_DIR",
         promise="Folder of the tuning results.",
         ours="worker.autotune_cache",
-        needs=TUNING,
-        meanwhile="what `v4mesh precache --tune` found lies beside the kernels, in worker.kernel_cache",
+        does="`v4mesh precache --tune` leaves what it measured there, and a GPU worker looks there",
         invented=True,
     ),
     Entry(
@@ -478,6 +475,12 @@ def _read(given: Sequence[tuple[Entry, str, str]]) -> tuple[list[Answer], list[P
             shown = f"{name} {text}" if name.startswith("--") else f"{name}={text}"
             problems.append(Problem("FLAG", Exit.USAGE, f"{shown}: {e}"))
     return answers, problems
+
+
+def folders_of_caches(environ: Mapping[str, str]) -> dict[str, str]:
+    """The guide's folders by the worker's option: what `precache` must share with `serve`."""
+    wanted = ("worker.kernel_cache", "worker.autotune_cache")
+    return {a.entry.ours.partition(".")[2]: a.value for a in read_variables(environ)[0] if a.entry.ours in wanted}
 
 
 def check_layout(values: Mapping[str, Any]) -> list[Problem]:

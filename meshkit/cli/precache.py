@@ -13,16 +13,23 @@ from typing import Any
 
 import click
 
+from meshkit.cli.flag_table import folders_of_caches
 from meshkit.cli.help_pages import command
 from meshkit.cli.model_folder import find_model
 from meshkit.cli.screen import Screen, shared_options
+from meshkit.config import environment
 from meshkit.exit_codes import Exit, Problem, ProblemsError
 from meshkit.kernel_cache import CacheFileError, pack, unpack
 
 
 @command()
 @click.argument("model", required=False)
-@click.option("--cache-dir", default="", metavar="DIR", help="Folder of kernel caches (default: the user's).")
+@click.option(
+    "--cache-dir",
+    default="",
+    metavar="DIR",
+    help="Folder of kernel caches (default: DEEPGEMM_CACHE_DIR, else the user's).",
+)
 @click.option("--slots", default=64, type=click.IntRange(1, 4096), help="Requests that run at once when served.")
 @click.option("--step-tokens", default=8192, type=click.IntRange(16), help="Most tokens in one step when served.")
 @click.option("--context", default=0, type=click.IntRange(0), help="Longest context when served; 0 = the model's.")
@@ -53,8 +60,11 @@ def precache(
         raise click.UsageError("--unpack stands alone")
     if check and tune:
         raise click.UsageError("--check compiles and tunes nothing")
+    folders = folders_of_caches(environment())
+    cache_dir = cache_dir or folders.get("kernel_cache", "")
     line = ["--model", str(find_model(model)), "--slots", str(slots), "--step-tokens", str(step_tokens)]
     line += ["--context", str(context), *(["--cache", cache_dir] if cache_dir else [])]
+    line += ["--autotune-cache", folders["autotune_cache"]] if "autotune_cache" in folders else []
     line += [*["--deterministic"] * deterministic, *["--tune"] * tune]
     found, status = _worker([*line, "--where"] if archive or check else line)
     root = Path(found["root"])

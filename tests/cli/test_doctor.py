@@ -91,10 +91,11 @@ def test_the_kernel_cache_of_a_gpu_is_told(
     said: dict[str, str], status: str, fact: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ):
     def run(line: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        assert line[-1] == "--where" and str(DEFAULT_MODEL) in line
+        assert "--where" in line and str(DEFAULT_MODEL) in line and line[-2:] == ["--cache", "/cache/kernels"]
         return subprocess.CompletedProcess(line, 9, stdout="a line\n" + json.dumps(said) + "\n")
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
+    monkeypatch.setenv("DEEPGEMM_CACHE_DIR", "/cache/kernels")
     (row,) = doctor.cache_row(None)
     assert row.status == status and fact in row.fact and fix in row.fix
     assert list(doctor.cache_row("/nonexistent/model")) == []

@@ -78,6 +78,8 @@ IN_EFFECT = {
     "DEEPGEMM_ENABLE_JIT",
     "DEEPGEMM_FORCE_RECOMPILE",
     "DEEPGEMM_CACHE_DIR",
+    "FLASHINFER_AUTOTUNE",
+    "FLASHINFER_AUTOTUNE_CACHE_DIR",
 }
 # These were measured to have nothing to do.
 MOOT = {"--enable-torch-compile", "SGLANG_TORCH_COMPILE_MODE"}
@@ -173,10 +175,23 @@ def test_the_kernel_cache_reaches_the_worker(capsys: pytest.CaptureFixture[str],
     assert main(["serve", "--launcher", "print"]) == 0
     (worker,) = (shlex.split(row) for row in capsys.readouterr().out.splitlines() if "v4mesh worker" in row)
     assert worker[worker.index("--kernel-cache") + 1] == "/cache/kernels"
-    assert "--no-jit" in worker and "--jit-recompile" in worker
+    assert "--no-jit" in worker and "--jit-recompile" in worker and "--no-autotune" not in worker
     monkeypatch.setenv("DEEPGEMM_ENABLE_JIT", "1")
     assert main(["serve", "--launcher", "print"]) == 0
     assert "jit " not in capsys.readouterr().out.replace("--jit-recompile", "")
+
+
+def test_what_was_tuned_is_looked_for_where_the_guide_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FLASHINFER_AUTOTUNE", "0")
+    monkeypatch.setenv("V4MESH_FLASHINFER_AUTOTUNE_CACHE_DIR", "/cache/tuned")
+    assert main(["serve", "--launcher", "print"]) == 0
+    (worker,) = (shlex.split(row) for row in capsys.readouterr().out.splitlines() if "v4mesh worker" in row)
+    assert worker[worker.index("--autotune-cache") + 1] == "/cache/tuned" and "--no-autotune" in worker
+    monkeypatch.setenv("FLASHINFER_AUTOTUNE", "1")
+    assert main(["serve", "--launcher", "print"]) == 0
+    assert "--no-autotune" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["up", "serve"])

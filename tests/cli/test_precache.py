@@ -67,6 +67,16 @@ def test_tuning_is_told_choice_by_choice_and_travels_with_the_cache(
     assert main(["precache", "--unpack", archive, "--tune"]) == Exit.USAGE
 
 
+def test_the_guides_folders_are_shared_with_serve(worker: list[list[str]], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEEPGEMM_CACHE_DIR", "/cache/kernels")
+    monkeypatch.setenv("FLASHINFER_AUTOTUNE_CACHE_DIR", "/cache/tuned")
+    assert main(["precache"]) == 0
+    assert worker[-1][worker[-1].index("--cache") + 1] == "/cache/kernels"
+    assert worker[-1][worker[-1].index("--autotune-cache") + 1] == "/cache/tuned"
+    assert main(["precache", "--cache-dir", "/mine"]) == 0
+    assert worker[-1][worker[-1].index("--cache") + 1] == "/mine", "what is typed comes first"
+
+
 @pytest.mark.usefixtures("worker")
 def test_a_bad_archive_is_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "bad.tar.gz").write_bytes(b"nothing")

@@ -35,7 +35,7 @@ from worker_svc.loaded import Loaded
 from worker_svc.loading import LoadProgress
 from worker_svc.ops import invariant, registry
 from worker_svc.sampling import VocabRules
-from worker_svc.tuning.file import REMEDY, TunedFileError, usable
+from worker_svc.tuning.file import REMEDY, TunedFileError, tuned_folder, usable
 
 SLOTS: Final = 64
 STEP_TOKENS: Final = 8192
@@ -154,7 +154,7 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
     lacking = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     if lacking and not config.jit:
         raise GpuError(f"--no-jit: the kernel cache {root} does not cover this model: {lacking}")
-    tuned = use_tuned(config, root, machine.key, digest)
+    tuned = use_tuned(config, tuned_folder(root, config.autotune_cache, machine.key), machine.key, digest)
     log.info("kernels: %s; %s%s", root, tuned, f"; {lacking}, so they compile now" if lacking else "")
     return not lacking
 
@@ -174,6 +174,8 @@ def use_tuned(config: WorkerConfig, root: Path, machine: str, model: str) -> str
         return "no choice tuned"
     if config.deterministic:
         return "no choice tuned (deterministic mode)"
+    if not config.autotune:
+        return f"no choice tuned (--no-autotune; {tuned.describe()} in {root})"
     pinned = {op for op in registry.OPS if registry.pinned(op)}
     values = tuned.without(pinned | ({"sparse_attention"} if config.kv_cache_dtype == "bf16" else set()))
     tuning.use(values)

@@ -37,7 +37,7 @@ from worker_svc.kernel_cache import (
     shape_digest,
     this_machine,
 )
-from worker_svc.tuning.file import REMEDY, Tuned, TunedFileError, usable
+from worker_svc.tuning.file import REMEDY, Tuned, TunedFileError, tuned_folder, usable
 
 if TYPE_CHECKING:
     from worker_svc.checkpoint.config import V4Config
@@ -57,6 +57,7 @@ class PrecacheConfig:
     context: int = option(0, "Longest context when served, 0 = the model's.")
     deterministic: bool = option(False, "Compile the kernels of deterministic mode too.")
     tune: bool = option(False, "Time what can be chosen on this GPU, and keep what wins.")
+    autotune_cache: str = option("", "Folder of what was measured (default: with the kernels).")
     where: bool = option(False, "Only say where the cache is and whether it fits.")
 
 
@@ -67,15 +68,16 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
     root = open_cache(config.cache, machine)
     digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
     found: dict[str, Any] = {"root": str(root), "machine": machine.key}
+    measured = tuned_folder(root, config.autotune_cache, machine.key)
     if not config.where:
-        known, _ = tuned_of(root, machine, digest)
+        known, _ = tuned_of(measured, machine, digest)
         with tuning.trial({} if known is None or config.tune else known.changed):
             found |= _compile(config, folder, root, machine, digest)
         if config.tune and found["failures"]:
             log.error("nothing is tuned: what failed above comes first")
         elif config.tune:
-            found |= _tune(config, folder, root, machine, digest)
-    _, said = tuned_of(root, machine, digest)
+            found |= _tune(config, folder, root, measured, machine, digest)
+    _, said = tuned_of(measured, machine, digest)
     problem = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     return found | {"tuned": said} | ({"problem": problem} if problem else {})
 
@@ -124,7 +126,9 @@ def _compile(config: PrecacheConfig, folder: Path, root: Path, machine: Machine,
     return {"seconds": round(seconds, 1), "compiled": compiled, "kernels": before + compiled, "failures": failures}
 
 
-def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, digest: str) -> dict[str, Any]:
+def _tune(
+    config: PrecacheConfig, folder: Path, root: Path, measured: Path, machine: Machine, digest: str
+) -> dict[str, Any]:
     """Time all choices over drawn weights; keep the values once the kernels that a worker runs with them are there."""
     from worker_svc.checkpoint.config import V4Config
     from worker_svc.gpu.loading import gpu
@@ -163,7 +167,8 @@ def _tune(config: PrecacheConfig, folder: Path, root: Path, machine: Machine, di
             log.error("the tuned values do not run, so none is kept: %s", "; ".join(again["failures"]))
             return found
         found["kernels"] = again["kernels"]
-    tuned.write(root)
+    measured.mkdir(parents=True, exist_ok=True)
+    tuned.write(measured)
     return found
 
 

@@ -99,6 +99,11 @@ def read_tuned(root: Path) -> Tuned | None:
     return Tuned(**texts, choices={name: _choice(name, found) for name, found in choices.items()})
 
 
+def tuned_folder(root: Path, elsewhere: str, machine: str) -> Path:
+    """Where the file of a kernel cache lies: in it, or in a machine's folder of its own `elsewhere`."""
+    return Path(elsewhere).expanduser() / machine if elsewhere else root
+
+
 def usable(root: Path, machine: str, model: str) -> Tuned | None:
     """The file of a cache if it is for this machine and model; TunedFileError says why one that is there is not."""
     tuned = read_tuned(root)

@@ -287,6 +287,8 @@ def test_a_worker_takes_what_neither_a_pin_nor_a_mode_decides(tmp_path):
     assert loading.use_tuned(WorkerConfig(), tmp_path, "h200", "m") == "3 of 3 choices tuned"
     assert tuning.value("attention.joined_rows", 8) == 12
     assert loading.use_tuned(WorkerConfig(kv_cache_dtype="bf16"), tmp_path, "h200", "m") == "2 of 3 choices tuned"
+    assert "--no-autotune; 3 of 3" in loading.use_tuned(WorkerConfig(autotune=False), tmp_path, "h200", "m")
+    assert tuning.in_use() == {}
     assert "deterministic" in loading.use_tuned(WorkerConfig(deterministic=True), tmp_path, "h200", "m")
     assert tuning.in_use() == {}
     registry.pin(["fp8_gemm=torch"])
