@@ -103,8 +103,8 @@ def _fp8_parts(device: torch.device, rows: int) -> Outputs:
     """Products that come in parts where rows are few, added up."""
     from worker_svc.ops.fp8_gemm import fp8_gemm_parts
 
-    wide = fp8_gemm_parts(_rows(device, rows, 8192, rows), _matrix(device, 4096, 8192, seed=4))
-    narrow = fp8_gemm_parts(_rows(device, rows, 2048, rows), _matrix(device, 4096, 2048, seed=5))
+    wide = fp8_gemm_parts(_rows(device, rows, 8192, rows), _matrix(device, 1024, 8192, seed=4))
+    narrow = fp8_gemm_parts(_rows(device, rows, 2048, rows), _matrix(device, 1024, 2048, seed=5))
     return {"wide": added(wide, 2).bfloat16(), "narrow": added(narrow, 2).bfloat16()}
 
 

@@ -119,16 +119,19 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rounding", description=TITLE)
     parser.add_argument("--model", choices=("nano", "flash4"), default="nano", help="flash4: 4 layers, minutes")
     parser.add_argument("--tokens", type=int, default=0, help="0: 900 of nano's text, 100 of flash4's")
+    parser.add_argument(
+        "--singles", type=int, default=0, help="of them read one by one; 0: 30 of nano's, 6 of flash4's"
+    )
     parser.add_argument("--out", type=Path, help="file for the numbers")
     options = parser.parse_args(args)
     nano = options.model == "nano"
     tokens = options.tokens or (900 if nano else 100)
     text, rows = nano_text(tokens) if nano else flash_text(HOST, tokens=tokens), Rows()
-    weights = text.weights(HOST)
+    weights, singles = text.weights(HOST), options.singles or (30 if nano else 6)
 
     def against(side: GpuForward | CpuModel, name: str, change: Callable[[], AbstractContextManager[None]]) -> None:
         free, forced = (Changed(text, weights, change) for _ in range(2))
-        compare(side, {name: free, f"{name} forced": forced}, text.ids, rows, singles=30 if nano else 6)
+        compare(side, {name: free, f"{name} forced": forced}, text.ids, rows, singles=singles)
 
     for name, change in CHANGES.items():
         against(GpuForward(weights, text.config, HOST, graphs=False), name, change)

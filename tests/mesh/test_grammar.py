@@ -39,6 +39,7 @@ def service(tmp_path_factory):
     """Address and process of a running service with one compile process and a spare."""
     folder = tmp_path_factory.mktemp("grammar")
     folder.chmod(0o700)
+    _left_ring(folder)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     args = ["--listen", f"unix:{folder}/g.sock", "--model", str(MODEL), "--ring-dir", str(folder), "--compilers", "1"]
     args += ["--soft-s", "0.4", "--hard-s", "1.0", "--queue-tenant", "8"]
@@ -48,6 +49,13 @@ def service(tmp_path_factory):
     finally:
         process.kill()
         process.wait()
+
+
+def _left_ring(folder):
+    """What a process wrote to until it was killed, just before the service starts: too young for its first look."""
+    path = folder / "v4mesh-grammar-999999999-0000000000000001.ring"
+    path.touch()
+    os.utime(path, (time.time() + 3, time.time() + 3))
 
 
 @contextlib.asynccontextmanager
@@ -242,6 +250,10 @@ async def test_fences_refusals_and_heartbeats(service):
         await silent.hello()
         with pytest.raises(AssertionError, match="ended"):
             await silent.next("bye")
+
+
+async def test_the_ring_of_a_killed_process_goes_even_if_it_looked_young_at_first(service):
+    await until(lambda: not list(service[2].glob("v4mesh-grammar-999999999-*")))
 
 
 async def test_sigterm_says_bye_and_leaves_nothing_behind(service):
