@@ -1,10 +1,12 @@
 #!/bin/bash
 # Static checks and tests in two halves side by side, one core each, then the simulation: tools/lane.sh BIN SEEDS.
 # Tests that start services as processes are one half, the checks and all other tests the other. The simulation begins
-# on the core of the half that is through first, and goes on on both. The soak, five minutes that mostly wait, runs
+# on the core of the half that is through first, and goes on on both until all SEEDS ran, on a slow machine until LANE_S
+# is over (it says how many it was). The soak, five minutes that mostly wait, runs
 # beside all of it from the beginning. The last line adds up pytest's own summaries.
 set -u
 bin=$1 seeds=$2
+LANE_S=800 LEAST_S=90  # what all may take, and what the simulation gets in any case
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 trap '' USR1  # inherited by the simulation, which may be told to use both cores before it listens
@@ -45,7 +47,10 @@ halves=$!
 checks_and_part others "${others[@]}" &
 wait -n $halves $!
 echo "one half of the tests is through: $((SECONDS - begin)) s"
-"$bin/python" -m tests.sim --seeds "$seeds" --jobs 1 > "$logs/sim" 2>&1 &
+left=$((LANE_S - (SECONDS - begin)))
+[ "$left" -gt "$LEAST_S" ] || left=$LEAST_S
+minutes=$((left / 60)).$((left % 60 * 10 / 6 / 10))
+"$bin/python" -m tests.sim --seeds "$seeds" --minutes "$minutes" --jobs 1 > "$logs/sim" 2>&1 &
 sim=$!
 until [ -e "$logs/processes.status" ] && [ -e "$logs/others.status" ]; do sleep 1; done
 echo "the other too: $((SECONDS - begin)) s"
