@@ -22,6 +22,7 @@ from worker_svc.model.moe import Router
 from worker_svc.ops.bf16_gemm import bf16_gemm_parts
 from worker_svc.ops.kv_rows import KERNEL_PAGE
 from worker_svc.ops.matmul import matmul
+from worker_svc.ops.partial_sums import added
 from worker_svc.ops.query_heads import IndexQuery
 from worker_svc.ops.topk_gate import gate_scores, select_hash
 
@@ -106,7 +107,7 @@ def recorded_rows(model: Any, choices: Choices, pages: list[int]) -> Iterator[No
         layer, live = layers[id(self)], int((step.positions >= 0).sum())
         choices.experts[layer] = ids[:live].long()
         logits = bf16_gemm_parts(y, self.weights.gate)
-        logits = logits.sum(0) if logits.dim() == 3 else logits
+        logits = added(logits, 2)
         choices.margins[layer] = _margins(logits[:live], self.weights.bias, ids.shape[1])
         return ids, weights
 

@@ -49,7 +49,7 @@ wait -n $halves $!
 echo "one half of the tests is through: $((SECONDS - begin)) s"
 left=$((LANE_S - (SECONDS - begin)))
 [ "$left" -gt "$LEAST_S" ] || left=$LEAST_S
-minutes=$((left / 60)).$((left % 60 * 10 / 6 / 10))
+minutes=$((left / 60)).$((left % 60 / 6))
 "$bin/python" -m tests.sim --seeds "$seeds" --minutes "$minutes" --jobs 1 > "$logs/sim" 2>&1 &
 sim=$!
 until [ -e "$logs/processes.status" ] && [ -e "$logs/others.status" ]; do sleep 1; done

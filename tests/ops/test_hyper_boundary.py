@@ -29,7 +29,7 @@ def _mixer(width, outputs, draw):
 
 def _workspace(tokens, width):
     space = Workspace(tokens, width, "cpu")
-    space.partials = torch.full((max(64 * -(-width // 64), tokens * 8) * 42 + 4 * tokens,), float("nan"))
+    space.partials = torch.full((max(64 * -(-width // 64), tokens * 8) * 42,), float("nan"))
     return space
 
 

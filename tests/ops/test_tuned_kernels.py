@@ -27,7 +27,7 @@ def _between(tokens=2):
     fn = torch.randn(24, 4 * WIDTH, generator=draw) * (4 * WIDTH) ** -0.5
     mixer = prepare_mixer(fn, torch.rand(3, generator=draw) + 0.5, torch.randn(24, generator=draw))
     space = Workspace(tokens, WIDTH, "cpu")
-    space.partials = torch.full((64 * WIDTH // 64 * 42 + 4 * tokens,), torch.nan)
+    space.partials = torch.full((64 * WIDTH // 64 * 42,), torch.nan)
     x = torch.randn(tokens, 4, WIDTH, generator=draw).bfloat16()
     post, comb = torch.rand(tokens, 4, generator=draw), torch.rand(tokens, 16, generator=draw) / 4
     out, new = torch.randn(tokens, WIDTH, generator=draw).bfloat16(), torch.full_like(x, torch.nan)

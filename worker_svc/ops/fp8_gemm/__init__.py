@@ -23,7 +23,8 @@ SKINNY_ROWS: Final = 8
 `tuning` measures it anew."""
 PARTS_ROWS: Final = 16
 """Up to so many rows `fp8_gemm_parts` and `fp8_grouped_parts` cut K. A whole step of 8 Flash layers on an H200, cut and
-whole: 1.380 and 1.497 ms at 1 row, 2.447 and 2.556 at 8, 3.458 and 3.519 at 16, no difference at 32."""
+whole: 1.380 and 1.497 ms at 1 row, 2.447 and 2.556 at 8, 3.458 and 3.519 at 16, no difference at 32.
+`tuning` measures it anew."""
 MOST_PARTS, LEAST_K, MOST_PROGRAMS, PARTS_COLUMNS = 8, 512, 512, 64
 """How they cut it: in at most so many pieces of at least so much, unless columns alone make enough programs."""
 
@@ -87,12 +88,8 @@ def fp8_gemm_parts(x: Fp8Rows, weight: Fp8Matrix) -> Tensor:
 def _parts(codes: Tensor, weight: Tensor) -> int:
     """In how many pieces of K this product is cut; 1 wherever another kernel than ours may run."""
     ours = codes.is_cuda and not invariant.on() and registry.backend("fp8_gemm") == "deep_gemm"
-    return cuts(weight.shape) if ours and codes.shape[0] <= parts_rows() else 1
-
-
-def parts_rows() -> int:
-    """Up to so many rows K is cut; `tuning` measures it anew."""
-    return tuning.value("fp8_gemm.parts_rows", PARTS_ROWS)
+    few = codes.shape[0] <= tuning.value("fp8_gemm.parts_rows", PARTS_ROWS)
+    return cuts(weight.shape) if ours and few else 1
 
 
 def cuts(shape: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.partial_sums import parts_of
 from worker_svc.ops.triton_numbers import dot, to_bf16
 
 TILED_ROWS = 64
@@ -62,7 +63,7 @@ def fp8_grouped(
 ) -> None:
     """See the door; `tile` is for tuning."""
     rows, groups, inner = codes.shape
-    columns, parts = weight.shape[1], out.shape[0] if out.dim() == 4 else 1
+    columns, parts = weight.shape[1], parts_of(out, 3)
     if rows == 0:
         return
     row_tile = TILED_ROWS if tiled else _row_tile(rows)
@@ -96,7 +97,7 @@ def fp8_grouped(
 def bf16(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | None = None, *, tiled: bool = False) -> None:
     """See the door; `tile` is for tuning."""
     rows, inner = x.shape
-    parts = out.shape[0] if out.dim() == 3 else 1
+    parts = parts_of(out, 2)
     columns = weight.shape[0]
     if rows == 0:
         return

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.partial_sums import parts_of
+
 
 def select(
     logits: Tensor, bias: Tensor, experts: Tensor, weights: Tensor, factor: float, positions: Tensor | None
@@ -32,7 +34,7 @@ def select_hash(
 
 
 def _launch(logits, bias, table, ids, experts, weights, factor, positions, *, hashed):
-    parts = logits.shape[0] if logits.dim() == 3 else 1
+    parts = parts_of(logits, 2)
     tokens, total = logits.shape[-2:]
     if tokens == 0:
         return
