@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import psutil
 
 from meshkit.config import environment
 
-SLOTS, LIMIT_S = 64, 300
+SLOTS, LIMIT_S = 64, 540
+STAGES = ("empty", "precache", "packed")
 
 
 def start(folder: Path, cache: str) -> dict[str, Any]:
@@ -56,34 +58,37 @@ def start(folder: Path, cache: str) -> dict[str, Any]:
     }
 
 
-def measure(config: Any, report: Any, caches: Path | None = None) -> None:
-    """A start with empty caches, precache over what that left, pack, unpack elsewhere, a start with those.
+def measure(config: Any, report: Any, caches: Path | None = None, stages: Sequence[str] = STAGES) -> None:
+    """A start with empty caches; precache over what that left, deterministic mode and tuning too, packed; a start from
+    the unpacked file.
 
-    The caches are kept as `first` and `second` in the folder `caches`, if given.
+    The caches are `first` and `second` in the folder `caches`, if given: what one run leaves, another's stages find.
     """
     with tempfile.TemporaryDirectory() as name:
         home, kept = Path(name), caches or Path(name)
         folder = home / "flash8"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config.to_dict()))
-        _row(report, "empty", _child([str(folder), str(kept / "first")]))
+        if "empty" in stages:
+            _row(report, "empty", _child([str(folder), str(kept / "first")]))
         mesh = [sys.executable, "-m", "meshkit.cli", "precache", str(folder), "--slots", str(SLOTS)]
-        archive = home / "kernels.tar.gz"
-        for what, line in (
-            ("precache", [*mesh, "--cache-dir", str(kept / "first"), "--pack", str(archive)]),
-            ("unpack", [*mesh, "--cache-dir", str(kept / "second"), "--unpack", str(archive)]),
-        ):
-            begin = time.perf_counter()
-            done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=_environment(), timeout=LIMIT_S)
-            report.row(
-                "coldstart",
-                what=what,
-                status=done.returncode,
-                seconds=time.perf_counter() - begin,
-                megabytes=archive.stat().st_size / 1e6 if archive.exists() else 0.0,
-                said=" | ".join(done.stdout.split("\n"))[:160],
-            )
-        _row(report, "packed", _child([str(folder), str(kept / "second")]))
+        archive = kept / "kernels.tar.gz"
+        if "precache" in stages:
+            first = ["--cache-dir", str(kept / "first"), "--deterministic", "--tune", "--pack", str(archive)]
+            _command(report, "precache", [*mesh, *first], archive)
+        if "packed" in stages:
+            _command(report, "unpack", [*mesh, "--cache-dir", str(kept / "second"), "--unpack", str(archive)], archive)
+            _row(report, "packed", _child([str(folder), str(kept / "second")]))
+
+
+def _command(report: Any, what: str, line: list[str], archive: Path) -> None:
+    begin = time.perf_counter()
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, env=_environment(), timeout=LIMIT_S)
+    seconds = time.perf_counter() - begin
+    size = archive.stat().st_size / 1e6 if archive.exists() else 0.0
+    report.row("coldstart", what=what, status=done.returncode, seconds=seconds, megabytes=size)
+    for said in done.stdout.splitlines():
+        report.row("coldstart", said=said[:300])
 
 
 def _row(report: Any, caches: str, found: dict[str, Any]) -> None:

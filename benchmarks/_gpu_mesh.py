@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import statistics
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,14 @@ async def drive(bench: Bench, rows: int, steps: int) -> Marked:
 
 def measure(bench: Bench, rows: int, steps: int, report: Any) -> None:
     """Share of time without work on the device, gaps and step time."""
-    compile_ahead(bench.executor, 4096, covered=True)
-    bench.executor.capture()
-    warm_up(bench.executor, 4096)
+    began = time.perf_counter()
+    for name, ready in (
+        ("compiled", lambda: compile_ahead(bench.executor, 4096, covered=True)),
+        ("captured", bench.executor.capture),
+        ("warm", lambda: warm_up(bench.executor, 4096)),
+    ):
+        ready()
+        print(f"mesh: {name} after {time.perf_counter() - began:.0f} s", flush=True)  # minutes if caches are cold
     watch = CompileWatch.of_environment()
     bench.executor.watch(watch)
     marked = asyncio.run(drive(bench, rows, steps))

@@ -264,7 +264,32 @@ def coldstart(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     from benchmarks._gpu_coldstart import measure as starts
 
     lab.forget()
-    starts(lab.config, report, options.cold_caches)
+    starts(lab.config, report, options.cold_caches, options.cold_stages.split(","))
+
+
+def tuned(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Decode steps with the values that `precache --tune` left in the kernel cache, beside the built-in ones."""
+    from benchmarks._gpu_times import decode_graph_ms
+    from worker_svc import tuning
+    from worker_svc.kernel_cache import open_cache, this_machine
+    from worker_svc.tuning.file import read_tuned
+
+    found = read_tuned(open_cache(options.kernel_cache, this_machine()))
+    if found is None:
+        print("tuned: --kernel-cache has no measured values; `v4mesh precache MODEL --tune` leaves them", flush=True)
+        return
+    report.row("tuned", values=", ".join(f"{name}={value}" for name, value in found.changed.items()) or "none changed")
+    for batch in options.batches:
+        times: dict[str, list[float]] = {"built_in_ms": [], "tuned_ms": []}
+        for what in ("built_in_ms", "tuned_ms", "tuned_ms", "built_in_ms"):  # what warms the card up hits both
+            with tuning.trial(found.changed if what == "tuned_ms" else {}):
+                bench = lab.bench(slots=batch, context=CONTEXT + 512, max_tokens=batch)
+                times[what].append(decode_graph_ms(bench, batch, CONTEXT, 30))
+                del bench
+        least = {what: min(each) for what, each in times.items()}
+        gain = least["built_in_ms"] / least["tuned_ms"]
+        report.row("tuned", batch=batch, **least, gain=gain)
+        report.metrics[f"tuned_gain_b{batch}"] = round(gain, 3)
 
 
 def prefill_profile(lab: Lab, report: Report, options: argparse.Namespace) -> None:
@@ -328,6 +353,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "w4a16": w4a16,
     "transformers": transformers,
     "coldstart": coldstart,
+    "tuned": tuned,
 }
 
 
@@ -345,7 +371,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     parser.add_argument("--flash-tokens", type=int, default=200, help="tokens of check_flash, 60 or more")
     parser.add_argument("--out", type=Path, help="file for tables and metrics")
     parser.add_argument("--kernel-cache", default="", help="folder of compiled kernels to use, as a worker's option")
-    parser.add_argument("--cold-caches", type=Path, help="empty folder that coldstart leaves its caches in")
+    parser.add_argument("--cold-caches", type=Path, help="folder that coldstart leaves its caches in, empty at first")
+    parser.add_argument("--cold-stages", default="empty,precache,packed", help="parts of coldstart, by comma")
     options = parser.parse_args(args)
     if options.kernel_cache:
         from worker_svc.kernel_cache import open_cache, this_machine

@@ -1,6 +1,7 @@
 """The GPU forward's kernels one by one on this GPU: right against torch, and how fast against the memory's floor.
 
-Covers the mHC boundary, routing, expert sort, middle, row quantisation, skinny products, FP4 experts and sampling.
+Covers the mHC boundary, routing, expert sort, middle, row quantisation, skinny products, FP4 experts, sampling, the
+indexer's selection, and the glue as torch.compile makes it.
 Each time is a median of replays of a CUDA graph that holds fresh inputs and enough weights to miss the L2 cache.
 Kernels are compiled beforehand by as many processes as there are cores. `--tune` tries tiles beside the built-in ones.
 The part `invariance` (not among the default ones) asks of all operations which backends repeat their bits in any batch;
@@ -18,11 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks._gpu_op import Bench
+from benchmarks._gpu_op_compiled import compiled
 from benchmarks._gpu_op_experts import expert_tiles, experts
 from benchmarks._gpu_op_invariance import ROWS as INVARIANCE_ROWS
 from benchmarks._gpu_op_invariance import invariance
 from benchmarks._gpu_op_products import skinny
 from benchmarks._gpu_op_rows import boundary, boundary_cuts, routing, sampling
+from benchmarks._gpu_op_selection import selection
 
 TITLE = "GPU kernels one by one: error against torch, microseconds, fraction of the floor (needs a GPU)"
 ROWS = (1, 8, 16, 32, 64)
@@ -36,6 +39,8 @@ PARTS: dict[str, Callable[[Bench, bool], None]] = {
     "boundary_cuts": lambda bench, tune: boundary_cuts(bench),
     "expert_tiles": lambda bench, tune: expert_tiles(bench),
     "sampling": lambda bench, tune: sampling(bench, (1, 64, 256)),
+    "selection": lambda bench, tune: selection(bench),
+    "compiled": lambda bench, tune: compiled(bench),
     "invariance": lambda bench, tune: invariance(bench, rows=bench.rows),
 }
 BY_NAME_ONLY = ("expert_tiles", "invariance")

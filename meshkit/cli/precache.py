@@ -33,6 +33,12 @@ from meshkit.kernel_cache import CacheFileError, pack, unpack
 @click.option("--slots", default=64, type=click.IntRange(1, 4096), help="Requests that run at once when served.")
 @click.option("--step-tokens", default=8192, type=click.IntRange(16), help="Most tokens in one step when served.")
 @click.option("--context", default=0, type=click.IntRange(0), help="Longest context when served; 0 = the model's.")
+@click.option(
+    "--kernel",
+    default="",
+    metavar="OP=BACKEND,...",
+    help="Backends as the worker will pin them; see doctor --kernels.",
+)
 @click.option("--deterministic", is_flag=True, help="Compile the kernels of deterministic mode too.")
 @click.option("--tune", is_flag=True, help="Then time on this GPU what can be chosen, and keep what wins.")
 @click.option("--pack", "packed", metavar="FILE", help="Afterwards write the cache to this .tar.gz.")
@@ -49,6 +55,7 @@ def precache(
     slots: int,
     step_tokens: int,
     context: int,
+    kernel: str,
     deterministic: bool,
     tune: bool,
     packed: str | None,
@@ -65,6 +72,7 @@ def precache(
     line = ["--model", str(find_model(model)), "--slots", str(slots), "--step-tokens", str(step_tokens)]
     line += ["--context", str(context), *(["--cache", cache_dir] if cache_dir else [])]
     line += ["--autotune-cache", folders["autotune_cache"]] if "autotune_cache" in folders else []
+    line += ["--kernel", kernel] if kernel else []
     line += [*["--deterministic"] * deterministic, *["--tune"] * tune]
     found, status = _worker([*line, "--where"] if archive or check else line)
     root = Path(found["root"])

@@ -41,10 +41,12 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_compile_pack_and_unpack(worker: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     archive = str(tmp_path / "cache.tar.gz")
     assert main(["precache", "--check"]) == Exit.THRESHOLD
-    assert main(["precache", "--slots", "8", "--deterministic", "--pack", archive]) == 0
+    pins = "top_entries=flashinfer,fp8_gemm=triton"
+    assert main(["precache", "--slots", "8", "--deterministic", "--kernel", pins, "--pack", archive]) == 0
     out = capsys.readouterr().out
     assert "compiled   3" in out and "covers this machine and model" in out
     assert worker[-1][worker[-1].index("--slots") + 1] == "8" and "--deterministic" in worker[-1]
+    assert worker[-1][worker[-1].index("--kernel") + 1] == pins and "--kernel" not in worker[0]
     (tmp_path / "root" / MANIFEST).unlink()
     assert main(["precache", "--unpack", archive, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["root"] == str(tmp_path / "root")

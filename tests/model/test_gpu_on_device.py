@@ -25,7 +25,7 @@ def test_nano_text_scores_as_on_the_cpu_in_chunks_and_as_replayed_graphs():
 
 def test_layers_of_flash_width_score_as_on_the_cpu():
     report = Report()
-    checks.check_flash(torch.device("cuda"), report, tokens=150)
+    checks.check_flash(torch.device("cuda"), report, tokens=80)
     for kind in ("chunk", "decode"):  # plain torch with the GPU's BF16 roundings is at 0.9935 of the CPU model here
         for reference in ("flash4", "flash4_mirror"):
             assert report.metrics[f"{reference}_forced_{kind}_cosine"] > 0.99

@@ -146,10 +146,7 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
     """
     machine = this_machine()
     root = open_cache(config.kernel_cache, machine, fresh=config.jit_recompile)
-    try:
-        registry.pin(pin.strip() for pin in config.kernel.split(",") if pin.strip())
-    except registry.KernelError as error:
-        raise GpuError(str(error)) from error
+    pin_backends(config.kernel)
     digest = shape_digest(json.loads((folder / "config.json").read_bytes()))
     lacking = mismatch(read_manifest(root), machine, digest, deterministic=config.deterministic)
     if lacking and not config.jit:
@@ -157,6 +154,14 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
     tuned = use_tuned(config, tuned_folder(root, config.autotune_cache, machine.key), machine.key, digest)
     log.info("kernels: %s; %s%s", root, tuned, f"; {lacking}, so they compile now" if lacking else "")
     return not lacking
+
+
+def pin_backends(words: str) -> None:
+    """OP=BACKEND,... for this process. GpuError for one that cannot be kept."""
+    try:
+        registry.pin(pin.strip() for pin in words.split(",") if pin.strip())
+    except registry.KernelError as error:
+        raise GpuError(str(error)) from error
 
 
 def use_tuned(config: WorkerConfig, root: Path, machine: str, model: str) -> str:

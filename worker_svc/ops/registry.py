@@ -82,7 +82,7 @@ OPS: Mapping[str, tuple[str, ...]] = {
     "sparse_attention": ("flash_mla", "triton", "torch"),
     "index_scores": ("deep_gemm", "triton", "torch"),
     "paged_attention": ("triton",),
-    "top_entries": ("triton",),
+    "top_entries": ("triton", "flashinfer"),
     "latent_rows": ("triton",),
     "query_heads": ("triton",),
     "compress_step": ("triton",),

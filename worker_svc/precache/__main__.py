@@ -55,6 +55,7 @@ class PrecacheConfig:
     slots: int = option(64, "Choices that run at once when served.")
     step_tokens: int = option(8192, "Most tokens in one step when served.")
     context: int = option(0, "Longest context when served, 0 = the model's.")
+    kernel: str = option("", "Pinned GPU backends, as the worker will have them: OP=BACKEND,...")
     deterministic: bool = option(False, "Compile the kernels of deterministic mode too.")
     tune: bool = option(False, "Time what can be chosen on this GPU, and keep what wins.")
     autotune_cache: str = option("", "Folder of what was measured (default: with the kernels).")
@@ -70,6 +71,9 @@ def precache(config: PrecacheConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"root": str(root), "machine": machine.key}
     measured = tuned_folder(root, config.autotune_cache, machine.key)
     if not config.where:
+        from worker_svc.gpu.loading import pin_backends
+
+        pin_backends(config.kernel)
         known, _ = tuned_of(measured, machine, digest)
         with tuning.trial({} if known is None or config.tune else known.changed):
             found |= _compile(config, folder, root, machine, digest)
