@@ -338,6 +338,33 @@ def ops(lab: Lab, report: Report, options: argparse.Namespace) -> None:
     check_ops(lab.device, report)
 
 
+def overlap(lab: Lab, report: Report, options: argparse.Namespace) -> None:
+    """Decode steps with launches one after the other, and overlapped: time, and whether the logits' bits are the same.
+
+    The second answer of the launches in a row says how much repeats at all.
+    """
+    import torch
+
+    from benchmarks._gpu_times import decode_graph_ms
+    from worker_svc.ops import launches
+
+    for batch in options.batches:
+        times: dict[bool, list[float]] = {False: [], True: []}
+        seen: dict[bool, list[Any]] = {False: [], True: []}
+        for on in (False, True, True, False):
+            with launches.overlapped(on):
+                torch.manual_seed(1)
+                bench = lab.bench(slots=batch, context=CONTEXT + 512, max_tokens=batch)
+                times[on].append(decode_graph_ms(bench, batch, CONTEXT, 30))
+                seen[on].append(bench.executor.graphs.bucket(bench.executor.buckets[-1]).logits[:batch].clone())
+                del bench
+        apart, joined = min(times[False]), min(times[True])
+        same = [torch.equal(one, other) for one, other in (seen[False], seen[True], (seen[False][0], seen[True][0]))]
+        row = dict(zip(("apart_repeats", "overlapped_repeats", "same"), same))
+        report.row("overlap", batch=batch, apart_ms=apart, overlapped_ms=joined, gain=apart / joined, **row)
+        report.metrics |= {f"overlap_gain_b{batch}": round(apart / joined, 3), f"overlap_same_b{batch}": int(same[2])}
+
+
 SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = {
     "ops": ops,
     "check": check,
@@ -354,6 +381,7 @@ SECTIONS: Final[dict[str, Callable[[Lab, Report, argparse.Namespace], None]]] = 
     "transformers": transformers,
     "coldstart": coldstart,
     "tuned": tuned,
+    "overlap": overlap,
 }
 
 

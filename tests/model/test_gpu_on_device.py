@@ -1,5 +1,7 @@
 """The whole forward on a real GPU against the CPU model; skipped where there is none."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,6 +13,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(600),
 ]
+
+
+@pytest.fixture(autouse=True)
+def every_core():
+    """The CPU's side is minutes of plain torch on one core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_nano_text_scores_as_on_the_cpu_in_chunks_and_as_replayed_graphs():

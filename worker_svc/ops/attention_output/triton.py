@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops import invariant
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
 
@@ -19,6 +20,7 @@ HEADS, MANY_HEADS, MANY_TOKENS = 4, 16, 4096
 """Heads of a program, and of one where there are many tokens. Deterministic mode has one program for all."""
 
 
+@chained
 @triton.jit(do_not_specialize=["scale_column"])
 def _turn_and_quantise(
     o,
@@ -33,6 +35,7 @@ def _turn_and_quantise(
     per_group,
     HEADS: tl.constexpr,
 ):
+    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)  # of 128 values; 4 a head
     known = (block < heads * 4)[:, None]

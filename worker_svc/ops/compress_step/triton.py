@@ -22,6 +22,7 @@ from torch import Tensor
 
 from worker_svc.ops import invariant
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import PAGE, codes_of, inverse, store_row, turn_pairs
 
@@ -167,6 +168,7 @@ def _keep_own(
 
 
 # Columns of a step lie anywhere in what was sent for it: where they do must not make another program of this one.
+@chained
 @triton.jit(do_not_specialize=["positions", "slots", "first_token", "write_rows", "tokens"])
 def _compress(
     raw, raw_stride, ape, norm, turns, positions, slots, first_token, states, write_rows, pool, page_bytes,
@@ -175,6 +177,7 @@ def _compress(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """GROUP tokens, one after the other; side 0 is the main compressor's, side 1 the indexer's."""
+    after_others()
     side = tl.program_id(1)
     width: tl.constexpr = 2560 if RATIO == 4 else 1024
     for number in range(GROUP):

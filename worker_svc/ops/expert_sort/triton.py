@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.expert_sort.ref import CHUNK
+from worker_svc.ops.launches import after_others_alone, chained
 
 
 def sort_slots(
@@ -58,6 +59,7 @@ def _count(ids_ptr, counts_ptr, total, EXPERTS: tl.constexpr, WIDTH: tl.constexp
     tl.store(counts_ptr + chunk * EXPERTS + e, _histogram(ids_ptr, chunk * SIZE, total, WIDTH, SIZE), mask=e < EXPERTS)
 
 
+@chained
 @triton.jit(do_not_specialize=["total", "chunks"])
 def _place(
     ids_ptr,
@@ -77,6 +79,7 @@ def _place(
     BLOCK_POW2: tl.constexpr,
 ):
     """The slots of one expert in one chunk; chunk 0 also fills the expert's padding and block numbers."""
+    after_others_alone()
     expert = tl.program_id(0)
     chunk = tl.program_id(1)
     e = tl.arange(0, WIDTH)

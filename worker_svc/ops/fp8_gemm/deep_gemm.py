@@ -21,6 +21,10 @@ def package() -> Any:
         import deep_gemm  # type: ignore[import-not-found, unused-ignore]
     except (ImportError, OSError, AssertionError, RuntimeError) as error:
         raise ImportError(f"FP8 products need tokenspeed-deepgemm==2.5.0.post20260629: {error}") from error
+    if hasattr(deep_gemm, "set_pdl"):
+        from worker_svc.ops import launches
+
+        launches.follow(deep_gemm.set_pdl)
     return deep_gemm
 
 

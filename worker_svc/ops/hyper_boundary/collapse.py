@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 
 from worker_svc.ops.hyper_boundary.mix import LINE
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3, to_bf16
 
 
+@chained
 @triton.jit(do_not_specialize=["asked", "num_tokens", "makers", "sf_token", "sf_block", "twice_token", "twice_block"])
 def collapse_norm(
     x_ptr,
@@ -52,6 +54,7 @@ def collapse_norm(
 ):
     """Program (row, piece): BLOCK channels of one token's input. post and comb: the last piece of a few tokens; of many
     the first `makers` programs, TOKENS tokens each."""
+    after_others()
     row = tl.program_id(0)
     piece = tl.program_id(1)
     if not GRAM:

@@ -10,6 +10,7 @@ walks along the channels: per tile one product of each stream with both halves o
 import triton
 import triton.language as tl
 
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import dot, pinned, to_bf16
 from worker_svc.ops.triton_rows import added
 
@@ -17,6 +18,7 @@ LINE = tl.constexpr(33)
 """Floats that `mix_many` leaves per token and part: 32 mixer outputs, the sum of squares."""
 
 
+@chained
 @triton.jit(do_not_specialize=["num_tokens"])
 def mix_few(
     x_ptr,
@@ -48,6 +50,7 @@ def mix_few(
     h1, l1 = _mixer_rows(both_ptr, WIDTH, d, column, WIDTH, OUTPUTS)
     h2, l2 = _mixer_rows(both_ptr, 2 * WIDTH, d, column, WIDTH, OUTPUTS)
     h3, l3 = _mixer_rows(both_ptr, 3 * WIDTH, d, column, WIDTH, OUTPUTS)
+    after_others()
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = t < num_tokens
     t64 = t.to(tl.int64)
@@ -101,6 +104,7 @@ def mix_few(
     tl.store(part_ptr + (t64[:, None] * 42 + column[None, :]) * PARTS + part, mixes, mask=kept)
 
 
+@chained
 @triton.jit(do_not_specialize=["num_tokens"])
 def mix_many(
     x_ptr,
@@ -129,6 +133,7 @@ def mix_many(
 
     The tokens' shares are loaded once: a store in the loop would make every later tile load them again.
     """
+    after_others()
     part = tl.program_id(1)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     here = t < num_tokens

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.partial_sums import parts_of
 from worker_svc.ops.triton_numbers import pow2_scale
 from worker_svc.ops.triton_rows import added, codes_of, inverse, rounded_row, store_row
@@ -54,6 +55,7 @@ def _kv_row(x_ptr, part_stride, weight, turns, position, eps, PARTS: tl.constexp
     return y * cos + partner * tl.where(place % 2 == 0, -sin, sin)
 
 
+@chained
 @triton.jit(do_not_specialize=["scale_column"])
 def _latent_rows(
     qkv,
@@ -79,6 +81,7 @@ def _latent_rows(
     KEEP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    after_others()
     token = tl.program_id(0)
     own = qkv + token.to(tl.int64) * qkv_stride
     if tl.program_id(1) == 0:

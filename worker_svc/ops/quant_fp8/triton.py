@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.partial_sums import parts_of
 from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3
 from worker_svc.ops.triton_rows import added
@@ -33,11 +34,13 @@ def quantise_rows(x: Tensor, codes: Tensor, scale: Tensor) -> None:
     )
 
 
+@chained
 @triton.jit(do_not_specialize=["scale_row", "scale_block"])
 def _quantise_rows(
     x_ptr, codes_ptr, scale_ptr, x_row, x_part, scale_row, scale_block,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    after_others()
     row = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     d = b[:, None] * 128 + tl.arange(0, 128)[None, :]

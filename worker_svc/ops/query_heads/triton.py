@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker_svc.ops import invariant
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_hadamard import sign_matrix
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import codes_of, inverse, pair_turns, turn_pairs
@@ -87,6 +88,7 @@ def _index(
     tl.store(folded + target, weight * constant * scale, mask=inside)
 
 
+@chained
 @triton.jit
 def _query_heads(
     q, q_stride, out, out_stride, heads, turns, positions, eps,
@@ -94,6 +96,7 @@ def _query_heads(
     QUERY_BLOCKS: tl.constexpr, HEADS: tl.constexpr, INDEX_HEADS: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
     """QUERY_BLOCKS 0: indexer alone; INDEX_HEADS 0: heads alone. What is not there takes no registers."""
+    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1)
     turn = turns + tl.maximum(tl.load(positions + token), 0).to(tl.int64) * 64

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.partial_sums import parts_of
 from worker_svc.ops.triton_numbers import dot, to_bf16
 
@@ -127,6 +128,7 @@ def _row_tile(rows):
     return max(8, triton.next_power_of_2(rows))
 
 
+@chained
 @triton.jit(do_not_specialize=["rows", "sx_row", "sx_group", "sx_block"])
 def _skinny_fp8(
     x_ptr,
@@ -180,6 +182,7 @@ def _skinny_fp8(
     w = w_ptr + (group * COLUMNS + n)[:, None] * INNER + k[None, :]
     sw = sw_ptr + (group * tl.cdiv(COLUMNS, 128) + tl.program_id(0) * TILE // 128) * BLOCKS
     acc = tl.zeros((TILE, ROWS), tl.float32)
+    after_others()
     factors = tl.load(sx + p[:, None] * sx_block, mask=here[None, :], other=0.0) * tl.load(sw + p)[:, None]
     for step in range(0, SPAN, STEP):
         b = tl.minimum(step // 128 + PARTS + p, SPAN // 128 - 1)
@@ -197,6 +200,7 @@ def _skinny_fp8(
     tl.store(out, value, mask=here[None, :] & inside[:, None])
 
 
+@chained
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_bf16(
     x_ptr,
@@ -226,6 +230,7 @@ def _skinny_bf16(
     x = x_ptr + m[None, :] * x_row + k[:, None]
     w = w_ptr + n[:, None].to(tl.int64) * INNER + k[None, :]
     acc = tl.zeros((TILE, ROWS), tl.float32)
+    after_others()
     for step in range(STEPS):
         if EVEN:  # a mask along K would break the loads into pairs of bytes
             weight = tl.load(w, mask=inside[:, None], other=0.0, eviction_policy="evict_first")

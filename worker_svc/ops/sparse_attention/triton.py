@@ -24,6 +24,7 @@ from torch import Tensor
 from worker_svc import tuning
 from worker_svc.ops import invariant, kv_rows
 from worker_svc.ops.kv_rows import BF16_PAGE_BYTES
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import dot, pow2_scale, to_bf16
 from worker_svc.ops.triton_rows import DATA_BYTES, PAGE, codes_of, inverse, pair_turns, turn_pairs
 
@@ -54,7 +55,7 @@ PART_BYTES = 1 << 29
 """Splits' outputs that exist at once there: a chunk's queries go in groups of so many bytes."""
 
 FEW_TOKENS = 4
-TILE_FEW, TILE_MANY = Tile(keys=32, stages=1), Tile()
+TILE_FEW, TILE_MANY = Tile(keys=32), Tile()
 """Measured on an H200 at 640 keys: few tokens want many short splits, many tokens whole tiles and loads ahead.
 `tuning` measures them anew."""
 
@@ -112,6 +113,7 @@ def _store_part(target, head, heads, o, factor, FIRST: tl.constexpr, WIDTH: tl.c
     tl.store(place, (o * factor[:, None]).to(tl.float16), mask=(head < heads)[:, None])
 
 
+@chained
 @triton.jit(do_not_specialize=["splits"])
 def _attend_rows(
     q, q_stride, heads, window, page_bytes, window_rows, window_stride, window_len,
@@ -121,6 +123,7 @@ def _attend_rows(
 ):  # fmt: skip
     """One token, one split, HEADS heads. `entries_after`: bytes from the window pool to the entry pool. SHARE 0: the
     token's tiles are spread over the splits; else that many go to each, and the window takes its full number."""
+    after_others()
     token = tl.program_id(0)
     split = tl.program_id(1)
     head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
@@ -197,6 +200,7 @@ def _attend_rows(
     _store_part(target, head, heads, o3, scale, 448, 64)
 
 
+@chained
 @triton.jit(do_not_specialize=["scale_column"])
 def _join_splits(
     part, lse, sink, out, turns, positions, codes, scale, scale_token, scale_group, scale_column,
@@ -204,6 +208,7 @@ def _join_splits(
     SPLITS: tl.constexpr, HEADS: tl.constexpr, QUANTISE: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token in blocks of 128 dims: weighted sum of the splits, as BF16 or turned back as E4M3."""
+    after_others()
     token = tl.program_id(0)
     block = tl.program_id(1) * HEADS * 4 + tl.arange(0, HEADS * 4)
     head = block // 4

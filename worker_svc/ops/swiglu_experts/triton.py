@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.triton_numbers import pow2_scale, scaled_e4m3, to_bf16
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def _piece(rows, inner):
     return piece, max(1, piece // 512)
 
 
+@chained
 @triton.jit(
     do_not_specialize=["rows", "scale_row", "scale_block", "shared_scale_row", "shared_scale_block"],
 )
@@ -85,6 +87,7 @@ def _middle(
     WEIGHTED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    after_others()
     row = tl.program_id(0)
     if row < rows:
         weight = 1.0
@@ -128,8 +131,10 @@ def _row(
     tl.store(scale_ptr + row * scale_row + b * scale_block, scale, mask=b * 128 < WIDTH)
 
 
+@chained
 @triton.jit
 def _middle_bf16(hidden_ptr, weights_ptr, out_ptr, limit, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    after_others()
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     inner = _swiglu(hidden_ptr + row * (2 * WIDTH), d, tl.load(weights_ptr + row), limit, WIDTH)

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.launches import after_others, chained
+
 TILE = 4096
 """Scores of one program at most."""
 
@@ -53,11 +55,13 @@ def _bounds(key, known, k):
     return low.to(tl.int32), high.to(tl.int32), (k - above).to(tl.int32)
 
 
+@chained
 @triton.jit
 def _top_of_tile(
     scores, stride, entries, lengths, slots, table, table_stride, base, keys_out, out, out_stride, k,
     FIRST: tl.constexpr, LAST: tl.constexpr, PAGED: tl.constexpr, TILE: tl.constexpr, K_TILE: tl.constexpr,
 ):  # fmt: skip
+    after_others()
     token = tl.program_id(0)
     tile = tl.program_id(1)
     place = tile * TILE + tl.arange(0, TILE)

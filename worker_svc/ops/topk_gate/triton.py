@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_svc.ops.launches import after_others, chained
 from worker_svc.ops.partial_sums import parts_of
 
 
@@ -60,6 +61,7 @@ def _launch(logits, bias, table, ids, experts, weights, factor, positions, *, ha
     )
 
 
+@chained
 @triton.jit(do_not_specialize=["part_stride"])
 def _select(
     logits_ptr,
@@ -81,6 +83,7 @@ def _select(
     PADDED: tl.constexpr,
 ):
     """One token. A padding token (position -1) gets expert -1 and weight 0."""
+    after_others()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_POW2)
     there = e < EXPERTS
