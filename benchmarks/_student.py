@@ -16,6 +16,7 @@ from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import Numerics
 from worker_svc.kv.layout import KvLayout
 from worker_svc.kv.pools import KvPools, LayerPools
+from worker_svc.model.norm import RMSNorm
 from worker_svc.model.step import ForwardInputs, Row, plan_step
 from worker_svc.model.weights import ModelBuilder
 from worker_svc.solo import pages_for
@@ -38,9 +39,9 @@ class Student:
         self._streams: list[Tensor] = []
         head = self.model.hyper_head
 
-        def listen(x: Tensor) -> Tensor:
+        def listen(x: Tensor, norm: RMSNorm) -> Tensor:
             self._streams.append(x.clone())
-            return head(x)
+            return head(x, norm)
 
         self.model.hyper_head = listen  # type: ignore[assignment]
 

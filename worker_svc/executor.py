@@ -25,6 +25,7 @@ from worker_svc.kv.layout import KvLayout
 from worker_svc.kv.pools import KvPools
 from worker_svc.masks.constraints import UNMASKED, Constraints, Place, SlotMask
 from worker_svc.masks.source import MaskSource
+from worker_svc.model.glue import Glue
 from worker_svc.model.mtp import DraftLayer
 from worker_svc.model.step import ForwardInputs, Row
 from worker_svc.model.transformer import V4Transformer
@@ -79,11 +80,12 @@ class CpuExecutor:
         max_verify: int = 8,
         threads: int | None = None,
         progress: Progress | None = None,
+        glue: Glue | None = None,
     ) -> "CpuExecutor":
         """Read a checkpoint folder and allocate the pools. Raises CheckpointError or ModelDirError.
 
         `tails` counts spares too; `max_verify` is 1 + drafts of the longest verify row; `threads` serve large steps
-        (None: as many as torch found; deterministic mode always computes on one).
+        (None: as many as torch found; deterministic mode always computes on one); `glue` None: plain torch.
         """
         assert slots > 0 and pages > 0 and tails >= 0 and max_verify > 0, (slots, pages, tails, max_verify)
         folder = Path(folder)
@@ -93,7 +95,7 @@ class CpuExecutor:
         layout = KvLayout(config=config, numerics=numerics or Numerics(), max_verify=max_verify)
         max_context = min(config.max_position_embeddings, pages * PAGE_TOKENS)
         pools = KvPools(layout, slots=slots, pages=pages, tails=tails)
-        builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic)
+        builder = ModelBuilder(checkpoint, layout, max_context=max_context, deterministic=deterministic, glue=glue)
         model = builder.transformer(pools, stage("build"))
         draft = builder.draft_layer(model)
         if deterministic:

@@ -175,14 +175,14 @@ def one_sinkhorn_round_less(rig, patch):
 
 
 def post_without_factor_two(rig, patch):
-    import worker_svc.model.hyper as module
+    import worker_svc.model.glue as module
 
     mix = module.mix_weights
     patch.setattr(module, "mix_weights", lambda *args: (lambda pre, post, comb: (pre, post / 2, comb))(*mix(*args)))
 
 
 def bias_in_weights(rig, patch):
-    import worker_svc.model.moe as module
+    import worker_svc.model.glue as module
 
     weights = module.expert_weights
     bias = next(block.ffn.router.bias for block in rig.model.blocks if block.ffn.router.bias is not None)

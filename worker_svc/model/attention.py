@@ -10,12 +10,12 @@ from torch import Tensor
 
 from worker_svc.kv.pools import LayerPools
 from worker_svc.model.compressor import Compressor
+from worker_svc.model.glue import Glue
 from worker_svc.model.indexer import Indexer
 from worker_svc.model.linear import GroupedLinear, Linear
 from worker_svc.model.norm import RMSNorm
 from worker_svc.model.rope import RopeTable
 from worker_svc.model.step import EntryPlan, RowPlan, Step, Tile
-from worker_svc.ops.rms_norm import rms_norm
 from worker_svc.ops.rope import rotate_
 from worker_svc.ops.sparse_attention import KEY_BLOCK, sparse_attention
 
@@ -39,6 +39,7 @@ class Attention:
         wo_b: Linear,
         rope: RopeTable,
         head_dim: int,
+        glue: Glue,
         compressor: Compressor | None = None,
         indexer: Indexer | None = None,
         deterministic: bool = False,
@@ -47,6 +48,7 @@ class Attention:
         self.sink, self.wo_a, self.wo_b, self.rope = sink, wo_a, wo_b, rope
         self.heads, self.head_dim, self.scale = sink.shape[0], head_dim, head_dim**-0.5
         self.compressor, self.indexer, self.deterministic = compressor, indexer, deterministic
+        self.glue = glue
         if compressor is not None:
             biases = [compressor.position_bias]
             if indexer is not None:
@@ -56,15 +58,16 @@ class Attention:
     def __call__(self, x: Tensor, step: Step, pools: LayerPools) -> Tensor:
         """x [S, D] normed -> [S, D]."""
         turns = step.turns[self.rope]  # [S, r/2]
-        qr, kv, *rest = [part for stack in self.inputs for part in stack.split(x)]
-        q, *index_q = self.wq_b.split(self.q_norm(qr))
-        q = rms_norm(q.reshape(-1, self.heads, self.head_dim), None, self.q_norm.eps)
-        q = rotate_(q, turns.forward.unsqueeze(1))
-        kv = pools.window.round(rotate_(self.kv_norm(kv), turns.forward))
+        products = [stack(x) for stack in self.inputs]
+        _, _, *rest = [part for stack, product in zip(self.inputs, products) for part in stack.parts(product)]
+        qr, kv = self.glue.latents(products[0], self.q_norm.weight, self.kv_norm.weight, turns.forward)
+        kv = pools.window.round(kv)
+        queries = self.wq_b(qr)
+        q = self.glue.queries(queries, turns.forward)
         states = self._states(rest[0], step.positions) if self.compressor is not None else None
         index = None
         if self.indexer is not None:
-            index = self.indexer.queries(index_q[0], turns.forward), rest[1]
+            index = self.indexer.queries(queries[:, self.heads * self.head_dim :], turns.forward), rest[1]
         out = torch.empty_like(q)
         for row in step.rows:
             window = self._window(kv[row.tokens], row, pools)
@@ -137,7 +140,7 @@ class Attention:
         """q [T, H, d] -> [T, H, d], tile by tile of the row's queries."""
         if row.length == 1 and not self.deterministic:
             keys = window if entries is None else torch.cat([window, entries])
-            return sparse_attention(q, keys, None, self.sink, self.scale)
+            return self.glue.attend(q, keys, self.sink, self.scale)
         parts = []
         for tile in row.tiles:
             keys, mask = self._tile_keys(window, entries, allowed, tile)

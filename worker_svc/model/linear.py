@@ -28,7 +28,11 @@ class Linear:
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """[S, in] -> one [S, size] view per stacked weight."""
-        parts: tuple[Tensor, ...] = torch.split(self(x), self.sizes, dim=1)
+        return self.parts(self(x))
+
+    def parts(self, product: Tensor) -> tuple[Tensor, ...]:
+        """A finished product [S, out] as one view per stacked weight."""
+        parts: tuple[Tensor, ...] = torch.split(product, self.sizes, dim=1)
         return parts
 
 

@@ -3,30 +3,28 @@
 import torch
 from torch import Tensor
 
-from worker_svc.checkpoint.config import V4Config
+from worker_svc.model.glue import Glue
 from worker_svc.model.linear import round_fp8
 from worker_svc.ops.matmul import matmul
 from worker_svc.ops.swiglu_experts import swiglu_experts
-from worker_svc.ops.topk_gate import expert_weights, gate_scores, pick_experts
 
 
 class Router:
     """Experts and weights of each token. `table` [V, K] routes by id (hash layers), `bias` [E] the learned choice."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, table: Tensor | None, config: V4Config) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, table: Tensor | None, glue: Glue) -> None:
         assert (bias is None) != (table is None), "a router has a table or a bias"
         self.weight_t, self.bias, self.table = weight.t().contiguous(), bias, table
-        self.k, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
+        self.k, self.glue = glue.shapes.top_k, glue
 
     def __call__(self, x: Tensor, ids: Tensor, deterministic: bool) -> tuple[Tensor, Tensor]:
         """x [S, D], ids [S] -> experts [S, K] int64, weights [S, K]."""
-        scores = gate_scores(matmul(x, self.weight_t, deterministic=deterministic))
+        logits = matmul(x, self.weight_t, deterministic=deterministic)
         if self.table is not None:
             experts = self.table[ids]
-        else:
-            assert self.bias is not None
-            experts = pick_experts(scores, self.bias, self.k)
-        return experts, expert_weights(scores, experts, self.factor)
+            return experts, self.glue.weigh(logits, experts)
+        assert self.bias is not None
+        return self.glue.route(logits, self.bias)
 
 
 class MoE:
@@ -37,13 +35,13 @@ class MoE:
         router: Router,
         w13_t: Tensor,
         w2_t: Tensor,
-        config: V4Config,
+        glue: Glue,
         *,
         fp8_input: bool,
         deterministic: bool,
     ) -> None:
-        self.router, self.w13_t, self.w2_t = router, w13_t, w2_t
-        self.limit, self.deterministic = config.swiglu_limit, deterministic
+        self.router, self.w13_t, self.w2_t, self.glue = router, w13_t, w2_t, glue
+        self.limit, self.deterministic = glue.shapes.limit, deterministic
         self.round_input = round_fp8 if fp8_input else None
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
@@ -58,6 +56,7 @@ class MoE:
             limit=self.limit,
             deterministic=self.deterministic,
             round_input=self.round_input,
+            activate=self.glue.activate,
         )
 
 

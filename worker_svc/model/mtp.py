@@ -41,4 +41,4 @@ class DraftLayer:
         hidden = self.hidden_proj(self.hidden_norm(streams).view(-1, width))
         x = hidden.view(num_tokens, num_streams, width) + embedded.unsqueeze(1)
         x = self.block(x, step, pools)
-        return self.head(self.norm(self.hyper_head(x))), x
+        return self.head(self.hyper_head(x, self.norm)), x

@@ -35,10 +35,10 @@ class Block:
 
     def __call__(self, x: Tensor, step: Step, pools: LayerPools) -> Tensor:
         """Streams x [S, N, D] -> [S, N, D]."""
-        y, post, comb = self.attn_hyper.collapse(x)
-        x = self.attn_hyper.expand(self.attn(self.attn_norm(y), step, pools), x, post, comb)
-        y, post, comb = self.ffn_hyper.collapse(x)
-        return self.ffn_hyper.expand(self.ffn(self.ffn_norm(y), step.ids), x, post, comb)
+        y, post, comb = self.attn_hyper.collapse(x, self.attn_norm)
+        x = self.attn_hyper.expand(self.attn(y, step, pools), x, post, comb)
+        y, post, comb = self.ffn_hyper.collapse(x, self.ffn_norm)
+        return self.ffn_hyper.expand(self.ffn(y, step.ids), x, post, comb)
 
 
 class V4Transformer:
@@ -68,7 +68,7 @@ class V4Transformer:
         for block, layer_pools in zip(self.blocks, self.pools.layers):
             x = block(x, step, layer_pools)
         self._keep_streams(x, step)
-        return self.head(self.norm(self.hyper_head(x[step.sampled])))
+        return self.head(self.hyper_head(x[step.sampled], self.norm))
 
     def matrices(self) -> Iterator[Tensor]:
         """Every weight that a product reads, input-major [K, N]; one expert stands for all of its layer."""

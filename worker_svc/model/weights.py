@@ -16,7 +16,8 @@ from worker_svc.kv.layout import KvLayout
 from worker_svc.kv.pools import KvPools
 from worker_svc.model.attention import Attention
 from worker_svc.model.compressor import Compressor
-from worker_svc.model.hyper import HyperConnection, HyperHead, HyperParameters
+from worker_svc.model.glue import Glue, GlueShapes
+from worker_svc.model.hyper import HyperConnection, HyperHead
 from worker_svc.model.indexer import Indexer
 from worker_svc.model.linear import GroupedLinear, Linear
 from worker_svc.model.moe import MoE, Router, stack_experts, stack_gate_up
@@ -29,14 +30,23 @@ Progress = Callable[[int, int], None]
 
 
 class ModelBuilder:
-    """Builds the trunk and the draft layer of one checkpoint for one choice of numerics."""
+    """Builds the trunk and the draft layer of one checkpoint for one choice of numerics; `glue` None: plain torch."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: KvLayout, *, max_context: int, deterministic: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: KvLayout,
+        *,
+        max_context: int,
+        deterministic: bool,
+        glue: Glue | None = None,
+    ) -> None:
         self.checkpoint, self.layout, self.deterministic = checkpoint, layout, deterministic
         self.config: V4Config = checkpoint.config
         self.numerics: Numerics = layout.numerics
         c = self.config
-        self.hyper = HyperParameters(c.hc_mult, c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, deterministic)
+        self.glue = glue or Glue(GlueShapes.of(c), deterministic=deterministic)
+        assert self.glue.shapes == GlueShapes.of(c) and self.glue.deterministic == deterministic
         self.ropes = {
             compressed: RopeTable(frequencies(c, compressed=compressed), max_context) for compressed in (False, True)
         }
@@ -112,6 +122,7 @@ class ModelBuilder:
             wo_b=self._linear(f"{prefix}.wo_b"),
             rope=self.ropes[ratio != 0],
             head_dim=c.head_dim,
+            glue=self.glue,
             compressor=compressor,
             indexer=indexer,
             deterministic=self.deterministic,
@@ -141,7 +152,7 @@ class ModelBuilder:
             self._float(f"{prefix}.gate"),
             None if hashed else self._float(f"{prefix}.gate.bias"),
             self.checkpoint.dense(f"{prefix}.gate.tid2eid").clone() if hashed else None,
-            self.config,
+            self.glue,
         )
         w1, w2, w3 = (self.checkpoint.experts(layer, name).dequantise() for name in ("w1", "w2", "w3"))
         s1, s2, s3 = (self._float(f"{prefix}.shared_experts.{name}") for name in ("w1", "w2", "w3"))
@@ -149,18 +160,18 @@ class ModelBuilder:
             router,
             stack_experts(stack_gate_up(w1, w3), stack_gate_up(s1, s3)),
             stack_experts(w2, s2),
-            self.config,
+            self.glue,
             fp8_input=self.numerics.activations == "fp8",
             deterministic=self.deterministic,
         )
 
     def _hyper(self, prefix: str) -> HyperConnection:
         fn, base, scale = (self._float(f"{prefix}_{part}") for part in ("fn", "base", "scale"))
-        return HyperConnection(fn, base, scale, self.hyper)
+        return HyperConnection(fn, base, scale, self.glue)
 
     def _hyper_head(self, prefix: str) -> HyperHead:
         fn, base, scale = (self._float(f"{prefix}hc_head_{part}") for part in ("fn", "base", "scale"))
-        return HyperHead(fn, base, scale, self.hyper)
+        return HyperHead(fn, base, scale, self.glue)
 
     # Leaves
 

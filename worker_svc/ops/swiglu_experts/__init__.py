@@ -12,6 +12,8 @@ from torch import Tensor
 from worker_svc.ops import registry
 from worker_svc.ops.swiglu_experts import ref
 
+Activation = ref.Activation
+
 
 def swiglu_experts(
     x: Tensor,
@@ -23,16 +25,18 @@ def swiglu_experts(
     limit: float,
     deterministic: bool = False,
     round_input: Callable[[Tensor], Tensor] | None = None,
+    activate: Activation | None = None,
 ) -> Tensor:
     """x [S, D] -> [S, D].
 
     w13_t [E+1, D, 2I] (gate then up), w2_t [E+1, I, D]; expert E is the shared one, applied to every token with
     weight 1. experts [S, K] int64 distinct in each row, weights [S, K]. `round_input` quantises the input of each
-    product (activations in FP8); None leaves it exact.
+    product (activations in FP8); None leaves it exact. `activate(hidden [R, 2I], scale [R, 1])` computes
+    clamped_swiglu(hidden, limit) * scale in place of plain torch.
     """
     assert experts.shape == weights.shape and experts.shape[0] == x.shape[0]
     assert w13_t.shape[1] == x.shape[1] == w2_t.shape[2] and w13_t.shape[2] == 2 * w2_t.shape[1]
-    return ref.swiglu_experts(x, w13_t, w2_t, experts, weights, limit, deterministic, round_input)
+    return ref.swiglu_experts(x, w13_t, w2_t, experts, weights, limit, deterministic, round_input, activate)
 
 
 def clamped_swiglu(hidden: Tensor, limit: float) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from worker_svc.ops.matmul import matmul
 from worker_svc.ops.quant_fp8 import quantise_rows
 
+Activation = Callable[[Tensor, Tensor], Tensor]
+
 
 def clamped_swiglu(hidden: Tensor, limit: float) -> Tensor:
     """The gate is clamped from above only, up on both sides. silu through exp: see topk_gate.ref for why."""
@@ -30,22 +32,23 @@ def swiglu_experts(
     limit: float,
     deterministic: bool,
     round_input: Callable[[Tensor], Tensor] | None,
+    activate: Activation | None = None,
 ) -> Tensor:
     """See the door."""
     if round_input is not None:
         x = round_input(x)
     if x.shape[0] == 1:
-        return _one_token(x, w13_t, w2_t, experts, weights, limit, deterministic, round_input)
+        return _one_token(x, w13_t, w2_t, experts, weights, limit, deterministic, round_input, activate)
     out = torch.zeros_like(x)
     for expert, tokens, scale in _groups(experts, weights):
         hidden = matmul(x[tokens], w13_t[expert], deterministic=deterministic)
-        inner = clamped_swiglu(hidden, limit).mul_(scale)
+        inner = clamped_swiglu(hidden, limit).mul_(scale) if activate is None else activate(hidden, scale)
         if round_input is not None:
             inner = round_input(inner)
         part = matmul(inner, w2_t[expert], deterministic=deterministic)
         out.index_add_(0, tokens, part)
     hidden = matmul(x, w13_t[-1], deterministic=deterministic)
-    inner = clamped_swiglu(hidden, limit)
+    inner = clamped_swiglu(hidden, limit) if activate is None else activate(hidden, x.new_ones(x.shape[0], 1))
     return out.add_(matmul(inner if round_input is None else round_input(inner), w2_t[-1], deterministic=deterministic))
 
 
@@ -58,13 +61,18 @@ def _one_token(
     limit: float,
     deterministic: bool,
     round_input: Callable[[Tensor], Tensor] | None,
+    activate: Activation | None,
 ) -> Tensor:
     """The same for a single token: one activation over all its experts instead of one for each. Same bits."""
     order = experts[0].argsort()
     chosen = [*experts[0][order].tolist(), -1]
     hidden = torch.cat([matmul(x, w13_t[expert], deterministic=deterministic) for expert in chosen])
-    inner = clamped_swiglu(hidden, limit)
-    inner[:-1].mul_(weights[0][order].unsqueeze(1))
+    scale = weights[0][order].unsqueeze(1)
+    if activate is None:
+        inner = clamped_swiglu(hidden, limit)
+        inner[:-1].mul_(scale)
+    else:
+        inner = activate(hidden, torch.cat([scale, scale.new_ones(1, 1)]))
     if round_input is not None:
         inner = round_input(inner)
     out = torch.zeros_like(x)
