@@ -28,6 +28,12 @@ class WorkerConfig:
     kv_cache_dtype: str = option("auto", "Format of the KV cache.")
     indexer_dtype: str = option("auto", "Format of the indexer's keys.")
     deterministic: bool = option(False, "Bit-equal results whatever else is in the batch; slower.")
+    torch_compile: bool = option(
+        False, "CPU: fuse what lies between products with torch's compiler (GPU: it lies in kernels)."
+    )
+    torch_compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
+        "default", "Options that torch's compiler gets."
+    )
     slots: int = option(0, "Choices that run at once, 0 = 16, simulated 256.")
     pages: int = option(0, "KV pages of 256 tokens, 0 = as many as kv_memory holds.")
     tails: int = option(0, "Resumable prefix ends kept, spares of running slots included; 0 = 4 per slot.")

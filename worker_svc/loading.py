@@ -14,22 +14,27 @@ from typing import Final
 import psutil
 import torch
 
-from meshkit.errors import MemoryShort
+from meshkit.config import env
+from meshkit.errors import ConfigError, MemoryShort
 from meshkit.models import resolve_model, served_name
 from meshkit.types import PAGE_TOKENS
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import choose_numerics
+from worker_svc.compiled_glue import prepare
 from worker_svc.config import WorkerConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.executor import CpuExecutor
+from worker_svc.kernel_cache import open_cache, this_machine
 from worker_svc.kv.layout import KvLayout
 from worker_svc.loaded import Loaded
+from worker_svc.model.glue import Glue, GlueShapes
 from worker_svc.warmup import warm_up
 
 MAX_AUTO_KV: Final = 4 << 30
 MAX_VERIFY: Final = 1
 SLOTS: Final = 16
 EVERY_S: Final = 5.0
+NAMES: Final = {"build": "layers", "compile": "pieces compiled"}
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +46,7 @@ def load(config: WorkerConfig) -> Loaded:
 
         return load_on_gpu(config)
     start = time.perf_counter()
+    refuse_compiled_deterministic(config)
     threads = config.threads or _physical_cores()
     torch.set_num_threads(threads)  # of this thread: OpenMP keeps the number per calling thread
     folder = resolve_model(config.model)
@@ -48,6 +54,7 @@ def load(config: WorkerConfig) -> Loaded:
     pages, tails = _pool_sizes(layout, config)
     log.info("loading %s: %s, %d threads", folder.name, layout.numerics.describe(), threads)
     progress = LoadProgress()
+    glue = _compiled_glue(layout, config, progress) if config.torch_compile else None
     executor = CpuExecutor.load(
         folder,
         name=config.served_model_name or served_name(folder),
@@ -58,6 +65,7 @@ def load(config: WorkerConfig) -> Loaded:
         tails=tails,
         max_verify=MAX_VERIFY,
         progress=progress,
+        glue=glue,
     )
     progress.close()
     info = executor.info
@@ -75,6 +83,23 @@ def load(config: WorkerConfig) -> Loaded:
             slots=config.slots or SLOTS, pages=pages, tails=tails, max_step_tokens=step_tokens, max_verify=MAX_VERIFY
         ),
     )
+
+
+def refuse_compiled_deterministic(config: WorkerConfig) -> None:
+    """ConfigError if the glue is to be compiled and bits are to repeat: a compiled sum follows the batch's size."""
+    if config.torch_compile and config.deterministic:
+        raise ConfigError(
+            "--torch-compile (serve: --enable-torch-compile) with --deterministic: compiled code rounds the ends of "
+            "its vectors differently, so bits would follow the batch; leave one of the two out"
+        )
+
+
+def _compiled_glue(layout: KvLayout, config: WorkerConfig, progress: "LoadProgress") -> Glue:
+    """The compiled pieces, from the cache of this machine and these versions or made now. Raises GlueError."""
+    root = open_cache(config.kernel_cache, this_machine(), fresh=config.jit_recompile)
+    cache = Path(env("TORCHINDUCTOR_CACHE_DIR", str(root)))
+    shapes = GlueShapes.of(layout.config)
+    return prepare(shapes, config.torch_compile_mode, cache, compiling=config.jit, progress=progress)
 
 
 def _layout(folder: Path, config: WorkerConfig) -> KvLayout:
@@ -152,7 +177,7 @@ class LoadProgress:
 def _line(stage: str, done: int, total: int, seconds: float) -> str:
     """`weights 96.0/159.6 GB 5.9 GB/s eta 11 s`, `layers 3/5`."""
     if stage != "read":
-        return f"{'layers' if stage == 'build' else stage} {done}/{total}"
+        return f"{NAMES.get(stage, stage)} {done}/{total}"
     text = f"weights {done / 1e9:.2f}/{total / 1e9:.2f} GB"
     if done and seconds > 0.5:
         text += f" {done / seconds / 1e9:.1f} GB/s eta {(total - done) * seconds / done:.0f} s"
@@ -171,6 +196,8 @@ class _Bar:
         self._tasks = {stage: self._progress.add_task(stage, total=None) for stage in ("read", "build")}
 
     def show(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(stage, total=None)
         self._progress.update(self._tasks[stage], completed=done, total=total)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from meshkit.compile_modes import COMPILE_MODES, NOTHING_ON_A_GPU
 from meshkit.config import parse_size
 from meshkit.exit_codes import Exit, Problem
 from meshkit.numerics_names import KV_DTYPES, SCHEMES
@@ -21,11 +22,6 @@ GPUS = "several GPUs under one worker"
 EXPERTS_APART = "experts spread over GPUs"
 DRAFTING = "speculative decoding"
 BLACKWELL = "a forward for Blackwell"
-COMPILED = (
-    "the GPU forward lies in kernels already: what torch's compiler could join is 0.04 % of a decode step and 0.02 % "
-    "of a prompt (one H200, 64 rows, 16,384 tokens)"
-)
-"""Kernels of torch itself: one of 225 in the step, 3.0 of 6,841 us; 34 us of the prompt's 143.6 ms."""
 TIERS = "the cache service"
 
 
@@ -106,7 +102,6 @@ class Entry:
     needs: str = ""
     meanwhile: str = ""
     does: str = ""  # what an entry that has its effect did
-    moot: str = ""  # why it can change nothing here, measured
     quiet: tuple[Any, ...] = ()
     invented: bool = False  # SGLang itself never had this name
 
@@ -130,7 +125,6 @@ class Answer:
 MOE_BACKENDS = ("deep_gemm", "flashinfer_trtllm", "flashinfer_cutedsl")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority", "tlru")
 ONE_BLANK = ("[ ]?", " ?", r"[\n ]?", r"[\n\t ]?", r"\s?")
-COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 FLAGS: tuple[Entry, ...] = (
     Entry(
@@ -281,7 +275,8 @@ FLAGS: tuple[Entry, ...] = (
         promise="Compile the layers between kernels.",
         ours="worker.torch_compile",
         switch=True,
-        moot=COMPILED,
+        does=f"a CPU worker fuses what lies between products with torch's compiler, before it is ready; on a GPU "
+        f"nothing changes: {NOTHING_ON_A_GPU}",
     ),
     Entry(
         name="--speculative-algorithm",
@@ -375,7 +370,9 @@ VARIABLES: tuple[Entry, ...] = (
         promise="Mode of torch.compile.",
         ours="worker.torch_compile_mode",
         parse=one_of(*COMPILE_MODES),
-        moot=COMPILED,
+        does="with --enable-torch-compile a CPU worker gives the compiler this mode's options; they are about GPU "
+        "graphs and products, so the fused pieces come out the same",
+        quiet=("default",),
         invented=True,
     ),
     Entry(
@@ -436,9 +433,6 @@ def answer(entry: Entry, given: str, name: str = "") -> Answer:
     if value in entry.quiet:
         return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): it runs like this anyway")
     origin = "; SGLang never had this name" if entry.invented else ""
-    if entry.moot:
-        line = f"recognised: {shown} ({entry.ours}{origin}) changes nothing: {entry.moot}"
-        return Answer(entry, given, value, "recognised", line)
     if not entry.needs:
         return Answer(entry, given, value, "applied", f"applied: {shown} ({entry.ours}): {entry.does}")
     line = f"recognised: {shown} ({entry.ours}{origin}) needs {entry.needs}, which is not built yet; {entry.meanwhile}"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from meshkit.cli.config_file import check_config, config_path
-from meshkit.cli.flag_table import FLAGS, VARIABLES, Answer, check_layout, read_flags, read_variables
+from meshkit.cli.flag_table import FLAGS, Answer, check_layout, read_flags, read_variables
 from meshkit.cli.help_pages import command
 from meshkit.cli.mesh import MeshPlan, run_mesh
 from meshkit.cli.preflight import check_api_keys, check_scheme, read_model_config
@@ -30,8 +30,7 @@ def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
         names = (entry.name, *entry.aliases, entry.field)
         waits = bool(entry.needs)  # help shows first what has its effect
         text = f"{entry.promise} (waits for {entry.needs})" if waits else entry.promise
-        hidden = waits or bool(entry.moot)
-        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=hidden)(wanted)
+        wanted = click.option(*names, is_flag=entry.switch, default=None, help=text, hidden=waits)(wanted)
     return wanted
 
 
@@ -66,6 +65,7 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
         worker_flags=(*plan.worker_flags, *worker_flags(answers)),
     )
     problems += check_scheme(plan.model, config.quantization)
+    problems += check_compiled(compiled=bool(values.get("enable_torch_compile")), config=config)
     if problems and launcher == "print":
         raise ProblemsError(problems)
     for line in remarks(answers, plan):
@@ -76,6 +76,14 @@ def serve(screen: Screen, /, *, model: str | None, launcher: str, quiet: bool, *
     problems += check_api_keys(config.api_key_file)
     warn_if_open(screen, config)
     return run_mesh(plan, screen, problems=tuple(problems), show_log=not quiet, on_ready=banner(screen))
+
+
+def check_compiled(*, compiled: bool, config: UpConfig) -> list[Problem]:
+    """What a CPU worker would refuse as well, before anything starts."""
+    if not compiled or not config.deterministic or config.device != "cpu" or config.backend == "sim":
+        return []
+    fact = "--enable-torch-compile with --deterministic: compiled code rounds by the size of the batch"
+    return [Problem("FLAG", Exit.CONFIG, fact, "leave one of the two out")]
 
 
 def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
@@ -89,11 +97,11 @@ def scheduler_flags(answers: list[Answer]) -> tuple[str, ...]:
 
 
 def worker_flags(answers: list[Answer]) -> tuple[str, ...]:
-    """The worker's options that were asked for under the guide's variables and change something."""
+    """The worker's options that were asked for under the guide's names and change something; `up` has some itself."""
     flags: list[str] = []
     for found in answers:
         section, _, key = found.entry.ours.partition(".")
-        if section != "worker" or found.entry not in VARIABLES or found.status != "applied":
+        if section != "worker" or found.entry.field in UP_FIELDS or found.status != "applied":
             continue
         if found.value in found.entry.quiet:
             continue

@@ -80,9 +80,9 @@ IN_EFFECT = {
     "DEEPGEMM_CACHE_DIR",
     "FLASHINFER_AUTOTUNE",
     "FLASHINFER_AUTOTUNE_CACHE_DIR",
+    "--enable-torch-compile",
+    "SGLANG_TORCH_COMPILE_MODE",
 }
-# These were measured to have nothing to do.
-MOOT = {"--enable-torch-compile", "SGLANG_TORCH_COMPILE_MODE"}
 
 
 def test_the_table_holds_the_guide_and_nothing_else():
@@ -104,10 +104,6 @@ def test_each_is_in_effect_or_names_the_missing_part(name: str):
             assert (found.status, entry.needs) == ("applied", "")
             assert found.line == f"applied: {shown} ({entry.ours}): {entry.does}"
             assert len(entry.does) > 10
-        elif name in MOOT:
-            assert found.status == "recognised" and "%" in entry.moot
-            assert found.line.startswith(f"recognised: {shown} ({entry.ours}")
-            assert found.line.endswith(f" changes nothing: {entry.moot}") and "\n" not in found.line
         else:
             assert found.status == "recognised"
             assert found.line.startswith(f"recognised: {shown} ({entry.ours}")
@@ -149,7 +145,7 @@ def test_each_variable_is_read_under_all_its_names(
             if section == "scheduler" and answer(entry, good).status == "applied":
                 scheduler = shlex.split(out.splitlines()[0])
                 assert scheduler[scheduler.index(f"--{key.replace('_', '-')}") + 1] == good
-            elif section == "worker" and not entry.needs and not entry.moot:
+            elif section == "worker" and not entry.needs:
                 assert f"applied: {name}={good}" in err
             else:
                 assert f"recognised: {name}={good}" in err
@@ -192,6 +188,27 @@ def test_what_was_tuned_is_looked_for_where_the_guide_says(
     monkeypatch.setenv("FLASHINFER_AUTOTUNE", "1")
     assert main(["serve", "--launcher", "print"]) == 0
     assert "--no-autotune" not in capsys.readouterr().out
+
+
+def test_torch_compile_and_its_mode_reach_the_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "max-autotune")
+    assert main(["serve", "--enable-torch-compile", "--launcher", "print"]) == 0
+    out, err = capsys.readouterr()
+    (worker,) = (shlex.split(row) for row in out.splitlines() if "v4mesh worker" in row)
+    assert "--torch-compile" in worker and worker[worker.index("--torch-compile-mode") + 1] == "max-autotune"
+    assert "on a GPU nothing changes: the GPU forward lies in kernels already" in err
+    monkeypatch.delenv("SGLANG_TORCH_COMPILE_MODE")
+    assert main(["serve", "--launcher", "print"]) == 0
+    assert "torch-compile" not in capsys.readouterr().out
+
+
+def test_compiled_and_deterministic_is_refused_where_it_would_compile(capsys: pytest.CaptureFixture[str]):
+    line = ["serve", "--enable-torch-compile", "--deterministic", "--launcher", "print"]
+    assert main(line) == Exit.CONFIG
+    assert "FLAG  --enable-torch-compile with --deterministic: " in capsys.readouterr().err
+    assert main([*line, "--device", "cuda"]) == 0
 
 
 @pytest.mark.parametrize("command", ["up", "serve"])

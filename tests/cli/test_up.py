@@ -203,6 +203,7 @@ def test_a_service_that_cannot_run_here_ends_the_mesh_with_its_code():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs prctl")
 def test_the_guides_launch_command_starts_answers_and_leaves_nothing_when_killed():
     launch = LAUNCH.format(model=DEFAULT_MODEL).replace("--port 30000", f"--port {free_port('0.0.0.0')}")
+    launch = launch.replace("--enable-torch-compile", "")  # a minute of compiling; test_compiled_glue has it
     up = Up(*shlex.split(launch))
     try:
         url = up.wait_for(r"^ready in [\d.]+ s · (http://\S+) ")[1]

@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from meshkit.compile_modes import NOTHING_ON_A_GPU
 from meshkit.errors import GpuError, MemoryShort
 from meshkit.kernel_cache import TUNED
 from meshkit.memory_plan import Shape, plan
@@ -51,6 +52,8 @@ def load(config: WorkerConfig) -> Loaded:
     start = time.perf_counter()
     device = gpu()
     folder = resolve_model(config.model)
+    if config.torch_compile:
+        log.info("--torch-compile changes nothing on a GPU: %s", NOTHING_ON_A_GPU)
     covered = prepare_kernels(config, folder)
     check_memory(config, folder, torch.cuda.mem_get_info(device)[0])
     progress = LoadProgress()
