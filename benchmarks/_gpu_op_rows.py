@@ -21,6 +21,7 @@ from benchmarks._gpu_op import (
 def boundary(bench: Bench, tokens: Sequence[int]) -> None:
     """Both passes, in all forms."""
     from worker_svc.ops.hyper_boundary import BoundaryRules, Workspace, prepare_mixer, ref, triton
+    from worker_svc.ops.quant_fp8 import quantise, scale_value
 
     rules = BoundaryRules(20, 1e-6, 1e-6)
     mixer = prepare_mixer(
@@ -58,6 +59,9 @@ def boundary(bench: Bench, tokens: Sequence[int]) -> None:
             ref.pre_norm(new, mixer, norm, rules, *truths)
             for name, got, truth in zip(("y", "post", "comb"), (y, post2, comb2), truths):
                 bench.check(f"mhc_{name}_{t}", got, truth)
+            codes, exponent = quantise(y.float(), 128)
+            same = torch.equal(codes.view(torch.uint8), q.view(torch.uint8))
+            bench.exact(f"mhc_fp8_of_own_y_{t}", same and torch.equal(scale_value(exponent), sf))
             back = q.float() * sf.repeat_interleave(128, 1)
             bench.check(f"mhc_fp8_{t}", back, truths[3].float() * truths[4].repeat_interleave(128, 1))
 
