@@ -160,10 +160,14 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
 
 
 def pin_backends(words: str) -> None:
-    """OP=BACKEND,... for this process. GpuError for one that cannot be kept."""
+    """OP=BACKEND,... for this process, libraries that compile for minutes loaded. GpuError for what cannot be kept."""
     try:
         registry.pin(pin.strip() for pin in words.split(",") if pin.strip())
-    except registry.KernelError as error:
+        if registry.pinned("top_entries") == "flashinfer":
+            from worker_svc.ops.top_entries import flashinfer
+
+            flashinfer.library()
+    except (registry.KernelError, RuntimeError) as error:
         raise GpuError(str(error)) from error
 
 

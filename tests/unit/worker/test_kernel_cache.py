@@ -252,3 +252,26 @@ def test_what_does_not_fit_is_refused_before_it_is_read():
     loading.check_memory(WorkerConfig(), DEFAULT_MODEL, 140_000_000_000)
     with pytest.raises(MemoryShort, match=r"experts +0\.004 GB(?s:.*)v4mesh plan"):
         loading.check_memory(WorkerConfig(), DEFAULT_MODEL, 2_000_000_000)
+
+
+def test_a_pinned_library_is_there_before_anything_is_loaded_or_says_what_it_lacks(monkeypatch):
+    from worker_svc.ops.top_entries import flashinfer
+
+    monkeypatch.setattr(registry, "obstacle", lambda name: "")
+    monkeypatch.setattr(registry, "_pins", {})
+    asked = list[str]()
+    monkeypatch.setattr(flashinfer, "library", lambda: asked.append("loaded"))
+    try:
+        loading.pin_backends("fp8_gemm=triton")
+        assert asked == []
+        loading.pin_backends("fp8_gemm=triton, top_entries=flashinfer")
+        assert asked == ["loaded"] and registry.backend("top_entries") == "flashinfer"
+
+        def fails() -> None:
+            raise RuntimeError("it needs nvcc and ninja")
+
+        monkeypatch.setattr(flashinfer, "library", fails)
+        with pytest.raises(GpuError, match="it needs nvcc and ninja"):
+            loading.pin_backends("top_entries=flashinfer")
+    finally:
+        registry.backend.cache_clear()
