@@ -68,8 +68,9 @@ def _executor(threads: int, *, deterministic: bool = False, glue: Glue | None = 
 
 def _compiled(cache: Path) -> tuple[Glue, float]:
     """The compiled glue of the default model, and the seconds that it took."""
+    shapes = GlueShapes.of(load_checkpoint(DEFAULT_MODEL).config)
     start = time.perf_counter()
-    glue = prepare(GlueShapes.of(load_checkpoint(DEFAULT_MODEL).config), "default", cache)
+    glue = prepare(shapes, "default", cache)
     return glue, round(time.perf_counter() - start, 1)
 
 

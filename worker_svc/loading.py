@@ -20,7 +20,7 @@ from meshkit.models import resolve_model, served_name
 from meshkit.types import PAGE_TOKENS
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.checkpoint.quant_choice import choose_numerics
-from worker_svc.compiled_glue import prepare
+from worker_svc.compiled_glue import GlueError, prepare
 from worker_svc.config import WorkerConfig
 from worker_svc.core.table import PoolConfig
 from worker_svc.executor import CpuExecutor
@@ -96,7 +96,10 @@ def refuse_compiled_deterministic(config: WorkerConfig) -> None:
 
 def _compiled_glue(layout: KvLayout, config: WorkerConfig, progress: "LoadProgress") -> Glue:
     """The compiled pieces, from the cache of this machine and these versions or made now. Raises GlueError."""
-    root = open_cache(config.kernel_cache, this_machine(), fresh=config.jit_recompile)
+    try:
+        root = open_cache(config.kernel_cache, this_machine(), fresh=config.jit_recompile)
+    except OSError as error:
+        raise GlueError(f"--torch-compile needs a folder for what it compiles: {error}; see --kernel-cache") from error
     cache = Path(env("TORCHINDUCTOR_CACHE_DIR", str(root)))
     shapes = GlueShapes.of(layout.config)
     return prepare(shapes, config.torch_compile_mode, cache, compiling=config.jit, progress=progress)

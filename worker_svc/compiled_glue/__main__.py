@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from worker_svc.compiled_glue.library import SCRATCH
 from worker_svc.compiled_glue.pieces import PIECES, Axis, Piece
 from worker_svc.model.glue import GlueShapes
 
@@ -42,12 +43,13 @@ def build(name: str, shapes: GlueShapes, mode: str, file: Path) -> None:
     dims: dict[str, torch.export.Dim] = {}
 
     def dim(axis: Axis) -> torch.export.Dim:
-        return dims.setdefault(axis.name, torch.export.Dim(axis.name, min=axis.least, max=MOST))
+        found = dims.setdefault(axis.name, torch.export.Dim(axis.name, min=axis.least, max=MOST))
+        return found + axis.plus if axis.plus else found
 
     example = piece.example(shapes, EXAMPLE_TOKENS, torch.Generator().manual_seed(1))
     varying = tuple({at: dim(axis) for at, axis in axes.items()} for axes in piece.axes(shapes))
     exported = torch.export.export(_Module(piece, shapes), example, dynamic_shapes=(varying,))
-    scratch = file.with_name(f".{name}-{os.getpid()}")
+    scratch = file.with_name(f"{SCRATCH}{os.getpid()}")
     scratch.mkdir()
     try:
         options = {

@@ -49,6 +49,26 @@ class CompiledGlue(Glue):
         """See `Glue`."""
         return self.run("queries", stack, torch.view_as_real(turns))[0]
 
+    def states(self, product: Tensor, at: int, bias: Tensor, positions: Tensor) -> Tensor:
+        """See `Glue`. The piece is for states behind queries and KV; FP8 activations put them elsewhere."""
+        if at != self.shapes.latent + self.shapes.head_dim:
+            return super().states(product, at, bias, positions)
+        return self.run("states", product, bias, positions)[0]
+
+    def compress(self, values: Tensor, scores: Tensor, weight: Tensor, turns: Tensor) -> Tensor:
+        """See `Glue`. C128's windows are columns of the states, and every 4th or 128th turn is one of an entry."""
+        inputs = (values.contiguous(), scores.contiguous(), weight, torch.view_as_real(turns.contiguous()))
+        return self.run("compress", *inputs)[0]
+
+    def attend_allowed(self, q: Tensor, keys: Tensor, allowed: Tensor, sink: Tensor, scale: float) -> Tensor:
+        """See `Glue`; between two products, the softmax."""
+        assert scale == self._scale, scale
+        queries, heads, width = q.shape
+        scores = torch.mm(q.view(-1, width), keys.t()).view(queries, heads, -1)
+        hidden = torch.where(allowed, 0.0, -torch.inf)  # added: a choice by bytes would not be vectorised
+        probs = self.run("allowed", scores, hidden, sink)[0]
+        return torch.mm(probs.view(queries * heads, -1), keys).view(queries, heads, width)
+
     def attend(self, q: Tensor, keys: Tensor, sink: Tensor, scale: float) -> Tensor:
         """See `Glue`; between two products, the softmax."""
         assert scale == self._scale and q.shape[0] == 1, (scale, q.shape)

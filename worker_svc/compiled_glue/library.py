@@ -24,6 +24,7 @@ from queue import SimpleQueue
 from subprocess import PIPE
 from typing import Final
 
+import psutil
 import torch
 
 from meshkit.config import env
@@ -37,6 +38,7 @@ from worker_svc.ops.hyper_mix import ref as hyper_mix_ref
 JOBS: Final = 4
 LIMIT_S: Final = 600.0
 CHECKED_TOKENS: Final = (1, 2, 3, 37, 256)
+SCRATCH: Final = ".process-"  # and a process's number: the folder that it compiles in
 TOLERANCE: Final = 2e-4
 WITHOUT: Final = "or start without --torch-compile (serve: --enable-torch-compile)"
 
@@ -126,7 +128,7 @@ def _check_compiler() -> None:
 
 def _compile(shapes: GlueShapes, mode: str, folder: Path, names: list[str], progress: Progress | None) -> None:
     """All of `names`, by a few processes; GlueError with the compiler's last words if one fails."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _tidy(folder)
     finished = SimpleQueue[str]()
     jobs = min(JOBS, os.cpu_count() or 1, len(names))
     with ThreadPoolExecutor(jobs, thread_name_prefix="compile") as pool:
@@ -139,6 +141,20 @@ def _compile(shapes: GlueShapes, mode: str, folder: Path, names: list[str], prog
             job.result()
     if progress is not None:
         progress("compile", len(names), len(names))
+
+
+def _tidy(folder: Path) -> None:
+    """An existing folder, without what processes that are gone left half done; GlueError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.glob(f"{SCRATCH}*"):
+            if not psutil.pid_exists(int(scratch.name.removeprefix(SCRATCH))):
+                shutil.rmtree(scratch, ignore_errors=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+    except OSError as error:
+        fact = f"--torch-compile keeps what it compiled in {folder}: {error}"
+        raise GlueError(f"{fact}; name another folder with --kernel-cache, {WITHOUT}") from error
 
 
 def _child(shapes: GlueShapes, mode: str, folder: Path, names: list[str], finished: SimpleQueue[str]) -> None:

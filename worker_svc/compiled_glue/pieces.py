@@ -1,8 +1,7 @@
 """What is compiled: one pure function per piece of `model.glue`, its example inputs, and which sizes may vary.
 
 Written for fusion: no in-place steps, no complex numbers, no numpy. `plain` is the same call of the plain path, from
-the same inputs: the oracle. A piece is here because it won at one token and at 256 (`benchmarks forward_step`); the
-softmax of a chunk is not, because torch's own was as fast.
+the same inputs: the oracle. A piece is here because it won at one token and at 256.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +21,11 @@ EXTRA = 24
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A size that may vary: axes of one name are equal. `least` is what the compiler may count on."""
+    """A size that may vary: axes of one name are equal, but for what `plus` adds. The compiler counts on `least`."""
 
     name: str
     least: int = 1
+    plus: int = 0
 
 
 TOKENS = Axis("tokens")
@@ -100,6 +100,35 @@ def _queries(s: GlueShapes) -> Callable[..., Outputs]:
     return queries
 
 
+def _states(s: GlueShapes) -> Callable[..., Outputs]:
+    at = s.latent + s.head_dim
+
+    def states(product: Tensor, bias: Tensor, positions: Tensor) -> Outputs:
+        return product[:, at:] + bias[positions % bias.shape[0]]
+
+    return states
+
+
+def _compress(s: GlueShapes) -> Callable[..., Outputs]:
+    def compress(values: Tensor, scores: Tensor, weight: Tensor, turns: Tensor) -> Outputs:
+        entries = (scores.softmax(1) * values).sum(1)
+        return _turned(entries * _inverse_rms(entries, s.norm_eps) * weight, turns)
+
+    return compress
+
+
+def _allowed(s: GlueShapes) -> Callable[..., Outputs]:
+    scale = s.head_dim**-0.5
+
+    def allowed(scores: Tensor, hidden: Tensor, sink: Tensor) -> Outputs:
+        scores, sink = scores * scale + hidden.unsqueeze(1), sink.unsqueeze(1)
+        top = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        probs = (scores - top).exp()
+        return probs / (probs.sum(-1, keepdim=True) + (sink - top).exp())
+
+    return allowed
+
+
 def _softmax(s: GlueShapes) -> Callable[..., Outputs]:
     scale = s.head_dim**-0.5
 
@@ -151,6 +180,11 @@ def _plain_softmax(glue: Glue, scores: Tensor, sink: Tensor) -> Tensor:
     return scaled.softmax(-1)[:, :-1]
 
 
+def _plain_allowed(glue: Glue, scores: Tensor, hidden: Tensor, sink: Tensor) -> Tensor:
+    scaled = scores * glue.shapes.head_dim**-0.5 + hidden.unsqueeze(1)
+    return torch.cat([scaled, sink.view(1, -1, 1).expand(len(scores), -1, 1)], -1).softmax(-1)[..., :-1]
+
+
 def _normal(*sizes: int, draw: Generator) -> Tensor:
     return torch.randn(*sizes, generator=draw)
 
@@ -158,6 +192,26 @@ def _normal(*sizes: int, draw: Generator) -> Tensor:
 def _turns(s: GlueShapes, tokens: int, draw: Generator) -> Tensor:
     angles = _normal(tokens, s.rope_dim // 2, draw=draw)
     return torch.stack([angles.cos(), angles.sin()], -1)
+
+
+def _state_inputs(s: GlueShapes, tokens: int, draw: Generator) -> tuple[Tensor, ...]:
+    """Of a C4 or a C128 layer."""
+    slots, width = (4, 96) if tokens % 2 else (128, 40)
+    product = _normal(tokens, s.latent + s.head_dim + width, draw=draw)
+    return product, _normal(slots, width, draw=draw), torch.arange(7, 7 + tokens)
+
+
+def _window_inputs(s: GlueShapes, windows: int, draw: Generator) -> tuple[Tensor, ...]:
+    slots, width = (8, s.head_dim) if windows % 2 else (128, s.rope_dim + 64)
+    scores = _normal(windows, slots, width, draw=draw)
+    scores[0, :4] = -torch.inf  # a first entry has no window before its own
+    return _normal(windows, slots, width, draw=draw), scores, _normal(width, draw=draw), _turns(s, windows, draw)
+
+
+def _chunk_inputs(s: GlueShapes, queries: int, draw: Generator) -> tuple[Tensor, ...]:
+    seen = torch.rand(queries, queries + 5, generator=draw) > 0.4
+    scores = _normal(queries, s.heads, queries + 5, draw=draw) * s.head_dim**0.5
+    return scores, torch.where(seen, 0.0, -torch.inf), _normal(s.heads, draw=draw)
 
 
 def _mixer_inputs(s: GlueShapes, outputs: int, tokens: int, draw: Generator) -> tuple[Tensor, ...]:
@@ -208,6 +262,33 @@ PIECES: Mapping[str, Piece] = {
         lambda s, n, draw: (_normal(n, s.heads * s.head_dim + n % 3 * EXTRA, draw=draw), _turns(s, n, draw)),
         lambda s: ({0: TOKENS, 1: Axis("width", s.heads * s.head_dim + 1)}, _PER_TOKEN),
         lambda glue, stack, turns: glue.queries(stack, torch.view_as_complex(turns)),
+    ),
+    "states": Piece(
+        _states,
+        _state_inputs,
+        lambda s: (
+            {0: TOKENS, 1: Axis("width", 2, plus=s.latent + s.head_dim)},
+            {0: Axis("period", 2), 1: Axis("width", 2)},
+            _PER_TOKEN,
+        ),
+        lambda glue, product, bias, at: glue.states(product, glue.shapes.latent + glue.shapes.head_dim, bias, at),
+    ),
+    "compress": Piece(
+        _compress,
+        _window_inputs,
+        lambda s: (
+            {0: TOKENS, 1: Axis("slots", 2), 2: Axis("entry", s.rope_dim + 2)},
+            {0: TOKENS, 1: Axis("slots", 2), 2: Axis("entry", s.rope_dim + 2)},
+            {0: Axis("entry", s.rope_dim + 2)},
+            _PER_TOKEN,
+        ),
+        lambda glue, values, scores, weight, turns: glue.compress(values, scores, weight, torch.view_as_complex(turns)),
+    ),
+    "allowed": Piece(
+        _allowed,
+        _chunk_inputs,
+        lambda s: ({0: TOKENS, 2: Axis("keys")}, {0: TOKENS, 1: Axis("keys")}, _FIXED),
+        _plain_allowed,
     ),
     "softmax": Piece(
         _softmax,

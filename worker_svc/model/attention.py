@@ -17,7 +17,7 @@ from worker_svc.model.norm import RMSNorm
 from worker_svc.model.rope import RopeTable
 from worker_svc.model.step import EntryPlan, RowPlan, Step, Tile
 from worker_svc.ops.rope import rotate_
-from worker_svc.ops.sparse_attention import KEY_BLOCK, sparse_attention
+from worker_svc.ops.sparse_attention import KEY_BLOCK
 
 
 class Attention:
@@ -53,21 +53,28 @@ class Attention:
             biases = [compressor.position_bias]
             if indexer is not None:
                 biases.append(indexer.compressor.position_bias)
-            self.position_bias = torch.cat(biases, dim=1)  # [m, state width]
+            bias = torch.cat(biases, dim=1)
+            # States are columns of the last product: from states_at, and behind them in C4 the index weights.
+            self.states_at, self.state_width = sum(inputs[0].sizes[:2]) if len(inputs) == 1 else 0, bias.shape[1]
+            behind = sum(inputs[-1].sizes) - self.states_at - self.state_width
+            self.position_bias = torch.cat([bias, bias.new_zeros(bias.shape[0], behind)], dim=1)
 
     def __call__(self, x: Tensor, step: Step, pools: LayerPools) -> Tensor:
         """x [S, D] normed -> [S, D]."""
         turns = step.turns[self.rope]  # [S, r/2]
         products = [stack(x) for stack in self.inputs]
-        _, _, *rest = [part for stack, product in zip(self.inputs, products) for part in stack.parts(product)]
         qr, kv = self.glue.latents(products[0], self.q_norm.weight, self.kv_norm.weight, turns.forward)
         kv = pools.window.round(kv)
         queries = self.wq_b(qr)
         q = self.glue.queries(queries, turns.forward)
-        states = self._states(rest[0], step.positions) if self.compressor is not None else None
+        states = None
+        if self.compressor is not None:
+            states = self.glue.states(products[-1], self.states_at, self.position_bias, step.positions)
+            states = states[:, : self.state_width]
         index = None
         if self.indexer is not None:
-            index = self.indexer.queries(queries[:, self.heads * self.head_dim :], turns.forward), rest[1]
+            weights = self.inputs[-1].split(products[-1])[-1]
+            index = self.indexer.queries(queries[:, self.heads * self.head_dim :], turns.forward), weights
         out = torch.empty_like(q)
         for row in step.rows:
             window = self._window(kv[row.tokens], row, pools)
@@ -79,10 +86,6 @@ class Attention:
             out[row.tokens] = self._attend(q[row.tokens], window, entries, allowed, row)
         out = rotate_(out, turns.inverse.unsqueeze(1))
         return self.wo_b(self.wo_a(out.flatten(1)))
-
-    def _states(self, raw: Tensor, positions: Tensor) -> Tensor:
-        """[S, width] of (kv, z) with ape added to z by absolute position."""
-        return raw + self.position_bias[positions % self.position_bias.shape[0]]
 
     def _window(self, kv: Tensor, row: RowPlan, pools: LayerPools) -> Tensor:
         """[old + T, d] window keys of the row in position order; the row's own go into the ring, saves into tails."""
@@ -144,10 +147,8 @@ class Attention:
         parts = []
         for tile in row.tiles:
             keys, mask = self._tile_keys(window, entries, allowed, tile)
-            part = sparse_attention(
-                q[tile.queries], keys, mask, self.sink, self.scale, deterministic=self.deterministic
-            )
-            parts.append(part)
+            assert mask is not None
+            parts.append(self.glue.attend_allowed(q[tile.queries], keys, mask, self.sink, self.scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _tile_keys(

@@ -7,16 +7,15 @@ own four. The states of tokens that later entries need live in a ring that the a
 import torch
 from torch import Tensor
 
+from worker_svc.model.glue import Glue
 from worker_svc.model.norm import RMSNorm
-from worker_svc.ops.compress_kv import compress_kv
-from worker_svc.ops.rope import rotate_
 
 
 class Compressor:
     """One compressor: ape [m, c*e] (added to z by position mod m) and the entry norm over e; c = 2 for C4, else 1."""
 
-    def __init__(self, ratio: int, ape: Tensor, norm: RMSNorm, *, deterministic: bool) -> None:
-        self.ratio, self.norm, self.deterministic = ratio, norm, deterministic
+    def __init__(self, ratio: int, ape: Tensor, norm: RMSNorm, glue: Glue) -> None:
+        self.ratio, self.norm, self.glue = ratio, norm, glue
         self.head_dim = norm.weight.shape[0]
         self.half_width = ape.shape[1]  # c * e: floats of kv, and of z
         self.position_bias = torch.cat([torch.zeros_like(ape), ape], dim=1)  # [m, 2 c e], as a state is laid out
@@ -37,7 +36,7 @@ class Compressor:
         else:
             windows = states[: count * self.ratio].view(count, self.ratio, -1)
             values, scores = windows[:, :, : self.half_width], windows[:, :, self.half_width :]
-        return rotate_(self.norm(compress_kv(values, scores, deterministic=self.deterministic)), turns)
+        return self.glue.compress(values, scores, self.norm.weight, turns)
 
     def _overlapping(self, states: Tensor, count: int, no_past: bool) -> tuple[Tensor, Tensor]:
         """Values and scores [count, 8, e]: a halves of the group before, b halves of the entry's own group."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker_svc.checkpoint.config import V4Config
+from worker_svc.ops.compress_kv import compress_kv
 from worker_svc.ops.hyper_mix import collapse, expand, mix_weights
 from worker_svc.ops.rms_norm import inverse_rms, rms_norm
 from worker_svc.ops.rope import rotate_
@@ -101,9 +102,23 @@ class Glue:
         q = stack[:, : s.heads * s.head_dim].reshape(-1, s.heads, s.head_dim)
         return rotate_(rms_norm(q, None, s.norm_eps), turns.unsqueeze(1))
 
+    def states(self, product: Tensor, at: int, bias: Tensor, positions: Tensor) -> Tensor:
+        """product [S, at + width], bias [m, width], positions [S] int64 -> its last columns [S, width], the bias
+        added by absolute position: a compressor's (kv, z), then what the bias leaves alone."""
+        return product[:, at:] + bias[positions % bias.shape[0]]
+
+    def compress(self, values: Tensor, scores: Tensor, weight: Tensor, turns: Tensor) -> Tensor:
+        """values, scores [E, slots, e], the norm's weight [e], turns [E, r/2] complex -> entries [E, e]."""
+        entries = compress_kv(values, scores, deterministic=self.deterministic)
+        return rotate_(rms_norm(entries, weight, self.shapes.norm_eps), turns)
+
     def attend(self, q: Tensor, keys: Tensor, sink: Tensor, scale: float) -> Tensor:
         """One query [1, H, d] over keys [J, d], all of which it sees -> [1, H, d]."""
         return sparse_attention(q, keys, None, sink, scale)
+
+    def attend_allowed(self, q: Tensor, keys: Tensor, allowed: Tensor, sink: Tensor, scale: float) -> Tensor:
+        """q [T, H, d] over keys [J, d], of which each query sees those that allowed [T, J] says -> [T, H, d]."""
+        return sparse_attention(q, keys, allowed, sink, scale, deterministic=self.deterministic)
 
     def route(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Router logits [S, E], bias [E] -> experts [S, K] int64, weights [S, K]."""

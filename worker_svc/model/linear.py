@@ -26,12 +26,8 @@ class Linear:
         """[S, in] -> [S, out]."""
         return matmul(round_fp8(x) if self.fp8_input else x, self.weight_t, deterministic=self.deterministic)
 
-    def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[S, in] -> one [S, size] view per stacked weight."""
-        return self.parts(self(x))
-
-    def parts(self, product: Tensor) -> tuple[Tensor, ...]:
-        """A finished product [S, out] as one view per stacked weight."""
+    def split(self, product: Tensor) -> tuple[Tensor, ...]:
+        """Such a product [S, out] as one [S, size] view per stacked weight."""
         parts: tuple[Tensor, ...] = torch.split(product, self.sizes, dim=1)
         return parts
 

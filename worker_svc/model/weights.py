@@ -142,8 +142,7 @@ class ModelBuilder:
         return (self._stack(quantised), *([self._stack(plain, quantised=False)] if plain else []))
 
     def _compressor(self, prefix: str, ratio: int) -> Compressor:
-        norm = self._norm(f"{prefix}.norm")
-        return Compressor(ratio, self._float(f"{prefix}.ape"), norm, deterministic=self.deterministic)
+        return Compressor(ratio, self._float(f"{prefix}.ape"), self._norm(f"{prefix}.norm"), self.glue)
 
     def _moe(self, layer: int) -> MoE:
         prefix = f"{layer_prefix(self.config, layer)}.ffn"
