@@ -7,7 +7,9 @@ makes wall time of small steps mean little. Needs the test extra.
 import argparse
 import tempfile
 import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ from meshkit.config import export
 from meshkit.types import SamplingParams
 from worker_svc.checkpoint.loader import load_checkpoint
 from worker_svc.compiled_glue import prepare
+from worker_svc.compiled_glue.glue import CompiledGlue
+from worker_svc.compiled_glue.pieces import PIECES
 from worker_svc.core.work import RowWork, SlotInit, StepWork
 from worker_svc.executor import CpuExecutor
 from worker_svc.model.glue import Glue, GlueShapes
@@ -25,6 +29,7 @@ from worker_svc.solo import pages_for
 TITLE = "decode and prefill in one process, fast, compiled and deterministic, beside transformers"
 DEFAULT_MODEL = Path(__file__).parent.parent / "meshkit" / "models" / "v4-nano"
 CONTEXT, PREFILL, REPEATS = 300, 1024, 7
+PIECE_TOKENS = (1, 16, 256)
 
 Timing = tuple[float, float]  # wall and CPU seconds
 
@@ -33,7 +38,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     """`ratio_to_transformers`: decode tokens per CPU second of ours over transformers', batch 1.
 
     `compiled` is fast mode with --torch-compile: `compile_s` from an empty cache, `compiled_load_s` from a full one;
-    `compiled_gain_decode` and `_prefill` are its speed over fast mode's, in CPU time.
+    `compiled_gain_decode` and `_prefill` are its speed over fast mode's, in CPU time; `piece_NAME_gain_1`, `_16` and
+    `_256` one piece's over plain torch's, at so many tokens (or keys).
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks forward_step", description=TITLE)
     parser.add_argument("--threads", type=int, default=1)
@@ -46,6 +52,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
         glue, metrics["compile_s"] = _compiled(Path(cache))
         glue, metrics["compiled_load_s"] = _compiled(Path(cache))
     print(f"compiled in {metrics['compile_s']} s, loaded again in {metrics['compiled_load_s']} s")
+    torch.set_num_threads(1)
+    metrics |= _pieces(glue)
     fused = _executor(options.threads, glue=glue)
     # In turns: what else the machine does should meet both.
     fast, compiled = _in_turns([plain, fused], options.tokens)
@@ -66,12 +74,27 @@ def _executor(threads: int, *, deterministic: bool = False, glue: Glue | None = 
     )
 
 
-def _compiled(cache: Path) -> tuple[Glue, float]:
+def _compiled(cache: Path) -> tuple[CompiledGlue, float]:
     """The compiled glue of the default model, and the seconds that it took."""
     shapes = GlueShapes.of(load_checkpoint(DEFAULT_MODEL).config)
     start = time.perf_counter()
     glue = prepare(shapes, "default", cache)
     return glue, round(time.perf_counter() - start, 1)
+
+
+@torch.inference_mode()
+def _pieces(glue: CompiledGlue) -> dict[str, float | int | str]:
+    """How many times faster each piece is, on one thread."""
+    plain, gains = Glue(glue.shapes), dict[str, float | int | str]()
+    for name, piece in PIECES.items():
+        sizes = [tokens for tokens in PIECE_TOKENS if not piece.most or tokens <= piece.most]
+        for tokens in sizes:
+            inputs = piece.example(glue.shapes, tokens, torch.Generator().manual_seed(tokens))
+            sides = (partial(glue.run, name, *inputs), partial(piece.plain, plain, *inputs))
+            times = [min(timeit.repeat(side, number=200 // tokens + 10, repeat=7)) for side in sides]
+            gains[f"piece_{name}_gain_{tokens}"] = round(times[1] / times[0], 2)
+        print(f"{name:14}", *(f"x{gains[f'piece_{name}_gain_{tokens}']} at {tokens:<4}" for tokens in sizes))
+    return gains
 
 
 def _in_turns(executors: list[CpuExecutor], tokens: int) -> list[tuple[Timing, Timing]]:
