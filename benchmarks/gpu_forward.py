@@ -402,6 +402,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     parser.add_argument("--cold-caches", type=Path, help="folder that coldstart leaves its caches in, empty at first")
     parser.add_argument("--cold-stages", default="empty,precache,packed", help="parts of coldstart, by comma")
     options = parser.parse_args(args)
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu_forward needs an NVIDIA GPU; `python -m benchmarks forward_step` times the CPU's forward")
     if options.kernel_cache:
         from worker_svc.kernel_cache import open_cache, this_machine
 

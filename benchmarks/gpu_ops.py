@@ -11,6 +11,7 @@ it runs without a GPU too, on v4-nano.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -97,6 +98,8 @@ def run(args: list[str]) -> dict[str, float | int | str]:
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count(), help="that compile beforehand")
     options = parser.parse_args(args)
     parts = options.parts.split(",")
+    if set(parts) - set(ANYWHERE) and importlib.util.find_spec("triton") is None:
+        raise SystemExit("gpu_ops needs Triton and an NVIDIA GPU; `pytest tests/ops` runs the kernels interpreted")
     started = time.perf_counter()
     shares = max(1, options.processes // 2)
     jobs = [(part, n, shares, options.tune) for part in parts if part not in ANYWHERE for n in range(shares)]

@@ -47,7 +47,9 @@ class WorkerConfig:
     sim_spin: bool = option(
         False, "Simulated: wait by spinning, start a step only when the one before was seen to end."
     )
-    kernel: str = option("", "Pinned GPU backends: OP=BACKEND,...; `v4mesh doctor --kernels` lists them.")
+    kernel: str = option(
+        "", "Pinned GPU backends, without effect on a CPU: OP=BACKEND,...; `v4mesh doctor --kernels` lists them."
+    )
     kernel_cache: str = option("", "Folder of compiled GPU kernels (default: the user's cache).")
     jit: bool = option(True, "Compile GPU kernels that the cache lacks; off: refuse to start without its manifest.")
     jit_recompile: bool = option(False, "Ignore the kernel cache: compile everything into a folder of its own.")

@@ -28,6 +28,7 @@ from worker_svc.kernel_cache import open_cache, this_machine
 from worker_svc.kv.layout import KvLayout
 from worker_svc.loaded import Loaded
 from worker_svc.model.glue import Glue, GlueShapes
+from worker_svc.ops import registry
 from worker_svc.warmup import warm_up
 
 MAX_AUTO_KV: Final = 4 << 30
@@ -39,6 +40,17 @@ NAMES: Final = {"build": "layers", "compile": "pieces compiled"}
 log = logging.getLogger(__name__)
 
 
+def _read_pins(words: str) -> None:
+    """They are for a GPU; ConfigError for what no GPU would take either."""
+    if not words:
+        return
+    try:
+        registry.parse_pins(pin.strip() for pin in words.split(",") if pin.strip())
+    except registry.KernelError as error:
+        raise ConfigError(str(error)) from error
+    log.info("--kernel %s pins backends of a GPU: nothing changes on a CPU", words)
+
+
 def load(config: WorkerConfig) -> Loaded:
     """Everything until the first request could be served. Raises StartError and CheckpointError classes."""
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
@@ -47,6 +59,7 @@ def load(config: WorkerConfig) -> Loaded:
         return load_on_gpu(config)
     start = time.perf_counter()
     refuse_compiled_deterministic(config)
+    _read_pins(config.kernel)
     threads = config.threads or _physical_cores()
     torch.set_num_threads(threads)  # of this thread: OpenMP keeps the number per calling thread
     folder = resolve_model(config.model)

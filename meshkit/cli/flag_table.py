@@ -272,7 +272,7 @@ FLAGS: tuple[Entry, ...] = (
     ),
     Entry(
         name="--enable-torch-compile",
-        promise="Compile the layers between kernels.",
+        promise="Compile with torch what lies between products.",
         ours="worker.torch_compile",
         switch=True,
         does=f"a CPU worker fuses what lies between products with torch's compiler, before it is ready; on a GPU "

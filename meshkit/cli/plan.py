@@ -72,7 +72,7 @@ def refusal(found: Plan, model: str, name: str, gpus: int) -> Problem:
     if largest.name == "experts":
         need = -(-largest.bytes * gpus // max(1, found.usable - found.used + largest.bytes))
         if need > gpus:
-            fixes.insert(0, f"--gpus {need} or more")
+            fixes.insert(0, f"--gpus {need} or more (to plan with: one worker serves on one GPU today)")
     return Problem(
         "MEMORY",
         Exit.MEMORY,

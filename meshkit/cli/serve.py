@@ -39,7 +39,7 @@ def guide_options(wanted: Callable[..., Any]) -> Callable[..., Any]:
 @guide_options
 @click.option("--served-model-name", metavar="NAME", help="The name clients use.")
 @click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
-@click.option("--kernel", metavar="OP=BACKEND,..", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
+@click.option("--kernel", metavar="OP=BACKEND,...", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")
 @click.option("--api-key-file", metavar="FILE", help="Lines `key` or `tenant key`; without it everybody may call.")
 @click.option("--run-dir", metavar="DIR", help="Folder for sockets (default: a private one, removed at the end).")

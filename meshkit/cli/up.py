@@ -73,7 +73,7 @@ class UpConfig:
 @click.option("--gateway-processes", type=int, metavar="N", help="Gateways that share the port (default 1).")
 @click.option("--backend", type=click.Choice(["model", "sim"]), help="sim: no model, the time a GPU would take.")
 @click.option("--device", help="Where the worker computes: cpu (default), cuda, or auto.")
-@click.option("--kernel", metavar="OP=BACKEND,..", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
+@click.option("--kernel", metavar="OP=BACKEND,...", hidden=True, help="Pinned GPU backends; see doctor --kernels.")
 @click.option("--quantization", metavar="SCHEME", help="Weight scheme; native formats are found without it.")
 @click.option("--kv-cache-dtype", metavar="FORMAT", help="Format of the KV cache.")
 @click.option("--deterministic/--no-deterministic", default=None, help="Bit-equal results in any batch; slower.")

@@ -218,7 +218,9 @@ def check_memory(config: WorkerConfig, folder: Path, free: int) -> None:
 def gpu() -> torch.device:
     """The device to compute on, or GpuError saying what is missing."""
     if not torch.cuda.is_available():
-        raise GpuError("--device cuda: torch sees no GPU here; see `v4mesh doctor`, or use --device cpu")
+        raise GpuError(
+            "--device cuda: torch sees no GPU here; see `v4mesh doctor`; a worker also runs with --device cpu"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability(device) < (9, 0):
         raise GpuError(

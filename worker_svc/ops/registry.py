@@ -116,7 +116,7 @@ def probe(name: str) -> Capability:
         importlib.import_module(package.module)
     except ModuleNotFoundError as error:
         missing = error.name or package.module
-        reason = "not installed" if missing.split(".")[0] == package.module else f"needs {missing}"
+        reason = "not installed" if missing.split(".")[0] == package.module else f"needs the Python module {missing}"
         return Capability(name, False, version, reason, package.pip)
     except (ImportError, OSError, AssertionError, RuntimeError, AttributeError) as error:
         return Capability(name, False, version, _why(error), package.pip)

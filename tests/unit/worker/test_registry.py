@@ -76,7 +76,7 @@ def test_another_chip_is_told_apart(hopper, monkeypatch):
     ("error", "says"),
     [
         (ModuleNotFoundError("No module named 'humming'", name="humming"), "not installed"),
-        (ModuleNotFoundError("No module named 'jinja2'", name="jinja2"), "needs jinja2"),
+        (ModuleNotFoundError("No module named 'jinja2'", name="jinja2"), "needs the Python module jinja2"),
         (ImportError("undefined symbol: _ZN3c10CUDAErrorLogCapture"), "built for another torch"),
         (AssertionError(""), "AssertionError: no message"),
         (OSError("libcuda.so.1: cannot open"), "OSError: libcuda"),
