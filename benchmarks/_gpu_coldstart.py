@@ -87,7 +87,7 @@ def _command(report: Any, what: str, line: list[str], archive: Path) -> None:
     seconds = time.perf_counter() - begin
     size = archive.stat().st_size / 1e6 if archive.exists() else 0.0
     report.row("coldstart", what=what, status=done.returncode, seconds=seconds, megabytes=size)
-    for said in done.stdout.splitlines():
+    for said in (line for line in done.stdout.splitlines() if not line.startswith("cache")):  # a path of this machine
         report.row("coldstart", said=said[:300])
 
 

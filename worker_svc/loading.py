@@ -45,7 +45,7 @@ def _read_pins(words: str) -> None:
     if not words:
         return
     try:
-        registry.parse_pins(pin.strip() for pin in words.split(",") if pin.strip())
+        registry.parse_pins(registry.pin_words(words))
     except registry.KernelError as error:
         raise ConfigError(str(error)) from error
     log.info("--kernel %s pins backends of a GPU: nothing changes on a CPU", words)

@@ -162,7 +162,7 @@ def prepare_kernels(config: WorkerConfig, folder: Path) -> bool:
 def pin_backends(words: str) -> None:
     """OP=BACKEND,... for this process, libraries that compile for minutes loaded. GpuError for what cannot be kept."""
     try:
-        registry.pin(pin.strip() for pin in words.split(",") if pin.strip())
+        registry.pin(registry.pin_words(words))
         if registry.pinned("top_entries") == "flashinfer":
             from worker_svc.ops.top_entries import flashinfer
 

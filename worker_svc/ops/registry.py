@@ -151,6 +151,11 @@ def chip() -> int:
     return major * 10 + minor
 
 
+def pin_words(text: str) -> list[str]:
+    """OP=BACKEND,... as single words."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def parse_pins(pins: Iterable[str]) -> dict[str, str]:
     """op=backend words -> a mapping; raises KernelError naming what there is."""
     found = {}
